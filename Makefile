@@ -1,0 +1,51 @@
+# Everything a user or a developer types; docs/building.md explains each line.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+ARGS ?=
+SETUP := @$(PYTHON) scripts/setup_env.py
+
+# Tests import the installed package, also from `python -c` in the checkout.
+export PYTHONSAFEPATH := 1
+
+.PHONY: setup prefill test test-oldest test-newest lint format sanitize wheels bench clean help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: ## .venv with the package and everything it needs (does nothing when nothing changed)
+	$(SETUP) oldest
+
+prefill: setup ## a trained MoE reads text on eight ranks, rebalanced at every layer
+	@.venv/bin/jax-iser prefill $(ARGS)
+
+test: test-oldest test-newest ## the suite on the oldest and on the newest Python and jax
+
+test-oldest: setup
+	@scripts/test.sh .venv $(PYTEST_ARGS)
+
+test-newest: setup
+	$(SETUP) newest
+	@scripts/test.sh .venv-newest $(PYTEST_ARGS)
+
+lint: setup ## formatting, lint and types, without changing a file
+	@scripts/check.sh
+
+format: setup ## formats every source
+	@scripts/check.sh --fix
+
+sanitize: ## C++ tests under ASan, UBSan and TSan, after the sanitizers caught planted faults
+	@$(PYTHON) scripts/sanitize.py
+
+wheels: ## one wheel for each Python 3.11 to 3.13 found, in dist/
+	@$(PYTHON) scripts/build_wheels.py
+
+bench: setup ## the benchmarks; JSON in build/bench/
+	@mkdir -p build/bench
+	@set -e; for file in benchmarks/bench_*.py; do \
+	  name=$$(basename $$file .py); echo "== $$name"; \
+	  .venv/bin/python $$file --json build/bench/$$name.json $(ARGS); done
+
+clean: ## removes what was built, and the environments
+	rm -rf build dist .venv .venv-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -f jax_iser/*.so jax_iser/models
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

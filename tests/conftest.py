@@ -1,0 +1,43 @@
+"""What every test shares: eight forced CPU devices, hypothesis profiles, the gpu marker."""
+
+import os
+import shutil
+
+import pytest
+from hypothesis import settings
+
+# Read once, when jax starts its CPU client: so before any test module imports jax.
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Programs that tests start find the package under test from any folder, and not the bare sources
+# of the folder they start in, which have no extension module.
+os.environ["PYTHONSAFEPATH"] = "1"
+if path := os.environ.get("PYTHONPATH"):
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+
+# print_blob: a failure prints the line that reproduces it.
+settings.register_profile("local", deadline=None, print_blob=True)
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def _why_no_gpu() -> str | None:
+    """Why tests marked gpu cannot run here, or None."""
+    if shutil.which("nvidia-smi") is None:
+        return "no NVIDIA driver (nvidia-smi) found"
+    try:
+        import jax_iser._iser_cuda  # noqa: F401
+    except ImportError as error:
+        return f"the CUDA extension is not built (ISER_CUDA=1 builds it): {error}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked gpu, with the reason, where they cannot run."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := _why_no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
