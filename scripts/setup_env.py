@@ -3,8 +3,8 @@
     python3 scripts/setup_env.py oldest    # .venv: oldest usable Python, the oldest supported jax
     python3 scripts/setup_env.py newest    # .venv-newest: newest usable Python, its newest jax
 
-Nothing is done where the stamp in the environment says that neither the requirements nor the sources
-have changed; changed sources rebuild the package alone. Standard library only.
+Nothing is done where the stamp in the environment says that neither the requirements nor the
+sources have changed; changed sources rebuild the package alone. Standard library only.
 """
 
 import argparse
@@ -100,28 +100,26 @@ def probe(executable: str) -> Interpreter | str:
 
 def candidates() -> list[str]:
     """Executables worth a look: this one, those on PATH, those of pyenv."""
-    minors = range(OLDEST_PYTHON[1], NEWEST_PYTHON[1] + 1)
-    found = [sys.executable, *(shutil.which(f"python3.{minor}") for minor in minors)]
-    found += [
-        str(path / f"python3.{minor}")
-        for minor in minors
-        for path in (pathlib.Path("/usr/bin"), pathlib.Path("/usr/local/bin"))
-    ]
+    names = [f"python3.{minor}" for minor in range(OLDEST_PYTHON[1], NEWEST_PYTHON[1] + 1)]
+    folders = os.environ.get("PATH", "").split(os.pathsep)
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-    found += [
-        str(path) for minor in minors for path in pyenv.glob(f"versions/3.{minor}.*/bin/python3")
-    ]
-    return [path for path in dict.fromkeys(found) if path and os.path.exists(path)]
+    found = [sys.executable]
+    found += [os.path.join(folder, name) for name in names for folder in folders]
+    found += [str(path) for name in names for path in sorted(pyenv.glob(f"versions/*/bin/{name}"))]
+    return [path for path in dict.fromkeys(found) if os.access(path, os.X_OK)]
 
 
 def interpreters() -> list[Interpreter]:
-    """Every usable interpreter, oldest first."""
+    """Every usable interpreter, by minor version; of one version the first that was found."""
     answers = {path: probe(path) for path in candidates()}
-    usable = {a for a in answers.values() if isinstance(a, Interpreter)}
+    usable = [answer for answer in answers.values() if isinstance(answer, Interpreter)]
     if not usable:
         reasons = "\n".join(f"  {path}: {why}" for path, why in answers.items())
         fail(f"no usable Python 3.11 to 3.13 found:\n{reasons}")
-    return sorted(usable, key=lambda each: each.version)
+    by_minor: dict[tuple[int, ...], Interpreter] = {}
+    for each in usable:
+        by_minor.setdefault(each.version[:2], each)
+    return [by_minor[minor] for minor in sorted(by_minor)]
 
 
 def choose(which: str) -> Interpreter:
