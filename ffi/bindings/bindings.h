@@ -1,0 +1,10 @@
+// What each part of the runtime adds to the extension module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace iser {
+
+void bind_planner(nanobind::module_& m);
+
+}  // namespace iser

@@ -1,0 +1,10 @@
+// The extension module jax_iser._iser: registers and validates, nothing else.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "ffi/bindings/bindings.h"
+
+NB_MODULE(_iser, m) {
+  m.doc() = "Kernels and runtime of jax_iser; use the Python API.";
+  iser::bind_planner(m);
+}
