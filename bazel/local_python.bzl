@@ -5,8 +5,13 @@ offers its C headers, nanobind and the XLA FFI headers, and a runtime for tests:
 CMake builds in, so that both builds see the same versions. Nothing is downloaded.
 """
 
+# The library has to load in every runtime that is supported, so the headers are the oldest ones'.
 _ASK = """
-import jax, nanobind, sysconfig
+import jax, nanobind, pathlib, re, sysconfig
+header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+api = ".".join(re.findall("define XLA_FFI_API_M(?:AJ|IN)OR +([0-9]+)", header))
+if api != "0.3":
+    raise SystemExit("its XLA FFI headers have API " + api + ", but jax_iser is built against 0.3 (jax 0.10.1)")
 print(sysconfig.get_path("include"))
 print(nanobind.include_dir())
 print(nanobind.source_dir())
@@ -79,7 +84,7 @@ def _local_python_impl(ctx):
     python = _find_python(ctx)
     answer = ctx.execute([python, "-c", _ASK])
     if answer.return_code:
-        fail("%s has no jax or no nanobind; run `make setup` or set ISER_PYTHON:\n%s" % (
+        fail("cannot build with %s; run `make setup` or set ISER_PYTHON:\n%s" % (
             python,
             answer.stderr,
         ))
