@@ -1,0 +1,377 @@
+"""A Flax NNX module of the MoE layer: router, routed experts, shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jax_iser.planner import Plan
+from jax_iser.router import check_router_arguments, route, router_logits
+
+METHODS = ("fused", "reference")
+FORCED_ROUTINGS = ("balanced",)
+
+
+class RoutedBias(nnx.Variable):
+    """The router's selection bias `[num_experts] f32`: moved by a balancing rule, no gradient."""
+
+
+class AttachedDomain(nnx.Variable):
+    """The handle of a `jax_iser.Domain`; an argument of every compiled program that uses it."""
+
+
+def gated_mlp(x, gate, up, down):
+    """`down(silu(gate(x)) * up(x))`, weights `[I, D]`, `[I, D]`, `[D, I]`; h in x.dtype."""
+    dot = lambda a, w: jnp.einsum("...d,id->...i", a, w, preferred_element_type=jnp.float32)  # noqa: E731
+    h = (jax.nn.silu(dot(x, gate)) * dot(x, up)).astype(x.dtype)
+    return dot(h, down).astype(x.dtype)
+
+
+def balanced_routing(num_tokens, first_token, top_k, num_experts, scale):
+    """Ids that load every expert alike: token t's k-th expert is `(t*K + k) mod E`, equal weights.
+
+    Outputs under it mean nothing; it is the yardstick for the time of a balanced layer.
+    """
+    token = first_token + jnp.arange(num_tokens)[:, None]
+    topk_ids = (token * top_k + jnp.arange(top_k)) % num_experts
+    return topk_ids.astype(jnp.int32), jnp.full(topk_ids.shape, scale / top_k, jnp.float32)
+
+
+def plan_telemetry(plan, bundle_bytes: int) -> dict[str, jax.Array]:
+    """What a `Plan` did, as small arrays.
+
+    Returns:
+      `load_before`, `load` `[P] i32`; `imbalance_before`, `imbalance` f32 (max over mean, 1 with
+      no routes); `broadcasts`, `copies` i32 (bundles that crossed to another rank); `copied_bytes`
+      f32.
+    """
+    num_ranks = plan.load.shape[0]
+    expert, owner, level, group, _, how = plan.broadcasts.T
+    size = num_ranks >> jnp.maximum(level, 0)
+    owner_inside = (owner >= group * size) & (owner < (group + 1) * size)
+    moves = (expert >= 0) & (how != 2)
+    copies = jnp.sum(jnp.where(moves, size - owner_inside, 0)).astype(jnp.int32)
+
+    def imbalance(load):
+        mean = load.sum() / num_ranks
+        return jnp.where(mean > 0, load.max() / jnp.maximum(mean, 1e-9), 1.0)
+
+    return {
+        "load_before": plan.load_before,
+        "load": plan.load,
+        "imbalance_before": imbalance(plan.load_before),
+        "imbalance": imbalance(plan.load),
+        "broadcasts": plan.num_broadcasts,
+        "copies": copies,
+        "copied_bytes": copies.astype(jnp.float32) * bundle_bytes,
+    }
+
+
+class MoE(nnx.Module):
+    """Mixture of experts that rebalances itself over the expert-parallel ranks at every call.
+
+    Args:
+      hidden_size, intermediate_size: `D`, and `I` of each routed expert (gated MLP, silu).
+      num_experts, top_k: experts of the layer, experts a token.
+      score_function, num_groups, top_k_groups, routed_scaling_factor, norm_topk_prob: the router;
+        see `jax_iser.router.route`.
+      routed_bias: adds a selection bias, a `RoutedBias` variable that gradients do not touch.
+      num_shared_experts, shared_intermediate_size: shared experts, held as one gated MLP of
+        `num_shared_experts * shared_intermediate_size` (default: `intermediate_size` each).
+      dtype: of the computation (default: the input's). param_dtype: of the expert weights; the
+        router's are f32.
+      mesh, axis: experts are spread over `axis` of `mesh`, and the input's leading dimension with
+        them. `mesh=None`: one rank, no `shard_map`, `method="reference"`.
+      balance: `"haloq"`, or `"none"`: every route runs at its expert's home (use it to train).
+      method: `"fused"` (needs a Domain) or `"reference"` (plain JAX, differentiable). Default:
+        `"fused"` with a mesh, else `"reference"`.
+      layer: this layer's index; layers take turns with the Domain's helper banks.
+      reference_scheme: `scheme` of `jax_iser.reference.fused_moe.fused_moe`.
+      rngs: `nnx.Rngs` with a `params` stream.
+
+    Under `nnx.capture(..., nnx.Intermediate)` each call records `plan_telemetry`'s arrays, the
+    `plan` and `topk_ids`; without it a call changes nothing and costs nothing more.
+
+    Raises:
+      ValueError: sizes that do not fit, naming both values.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        score_function: str = "softmax",
+        num_groups: int | None = None,
+        top_k_groups: int | None = None,
+        routed_bias: bool = False,
+        routed_scaling_factor: float = 1.0,
+        norm_topk_prob: bool = True,
+        num_shared_experts: int = 0,
+        shared_intermediate_size: int | None = None,
+        dtype=None,
+        param_dtype=jnp.float32,
+        mesh: jax.sharding.Mesh | None = None,
+        axis: str = "ep",
+        balance: str = "haloq",
+        method: str | None = None,
+        layer: int = 0,
+        reference_scheme: str = "blocked",
+        rngs: nnx.Rngs,
+    ):
+        check_router_arguments(num_experts, top_k, score_function, num_groups, top_k_groups)
+        self.method = _check_method(method, mesh, axis, num_experts)
+        if balance not in ("haloq", "none"):
+            raise ValueError(f'balance={balance!r} is not one of ("haloq", "none")')
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_experts, self.top_k = num_experts, top_k
+        self.router_options = {
+            "score_function": score_function,
+            "num_groups": num_groups,
+            "top_k_groups": top_k_groups,
+            "routed_scaling_factor": routed_scaling_factor,
+            "norm_topk_prob": norm_topk_prob,
+        }
+        self.dtype, self.mesh, self.axis = dtype, mesh, axis
+        self.balance, self.layer, self.reference_scheme = balance, layer, reference_scheme
+        planes = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
+        matrix = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        d, i, e = hidden_size, intermediate_size, num_experts
+        shared = num_shared_experts * (shared_intermediate_size or intermediate_size)
+
+        def expert_plane(shape):
+            value = planes(rngs.params(), shape, param_dtype)
+            if mesh is None:
+                return nnx.Param(value)
+            return nnx.Param(value, out_sharding=(axis, None, None), mesh=mesh)
+
+        self.router = nnx.Param(matrix(rngs.params(), (e, d), jnp.float32))
+        self.routed_bias = RoutedBias(jnp.zeros(e, jnp.float32)) if routed_bias else None
+        self.gate, self.up = expert_plane((e, i, d)), expert_plane((e, i, d))
+        self.down = expert_plane((e, d, i))
+        self.has_shared = shared > 0
+        if self.has_shared:
+            self.shared_gate = nnx.Param(matrix(rngs.params(), (shared, d), param_dtype))
+            self.shared_up = nnx.Param(matrix(rngs.params(), (shared, d), param_dtype))
+            self.shared_down = nnx.Param(matrix(rngs.params(), (d, shared), param_dtype))
+        self.domain = nnx.data(None)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        domain=None,
+        layer=None,
+        forced_routing: str | None = None,
+    ) -> jax.Array:
+        """Runs the layer.
+
+        Args:
+          x: `[..., D]`; with a mesh its leading dimension is sharded over `axis`.
+          domain: a `DomainHandle`; default: the one `attach` put here.
+          layer: overrides the module's layer index; may be traced (a scan over layers).
+          forced_routing: `"balanced"` ignores the router (`balanced_routing`): for timing only.
+
+        Returns:
+          `x`'s shape and dtype.
+
+        Raises:
+          ValueError: a shape that does not fit, or `method="fused"` without a Domain.
+        """
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x has shape {x.shape}, expected [..., {self.hidden_size}]")
+        if forced_routing is not None and forced_routing not in FORCED_ROUTINGS:
+            raise ValueError(f"forced_routing={forced_routing!r} is not one of {FORCED_ROUTINGS}")
+        if domain is None and self.domain is not None:
+            domain = self.domain.get_value()
+        if self.method == "fused" and domain is None:
+            raise ValueError(
+                'method="fused" needs a Domain: pass domain=domain.handle, or call '
+                'jax_iser.nnx.attach(model, domain), or use method="reference"'
+            )
+        layer = jnp.int32(self.layer if layer is None else layer)
+        dtype = x.dtype if self.dtype is None else jnp.dtype(self.dtype)
+        tokens = x.astype(dtype).reshape(-1, self.hidden_size)
+        replicated, experts = self._weights(dtype)
+        if self.mesh is None:
+            results = self._on_device(tokens, replicated, experts, domain, layer, forced_routing)
+        else:
+            results = self._on_mesh(tokens, replicated, experts, domain, layer, forced_routing)
+        y, plan, topk_ids = results
+        self._sow(plan, topk_ids, dtype)
+        return y.reshape(x.shape).astype(x.dtype)
+
+    def _weights(self, dtype):
+        """Replicated weights, and the expert planes, as the computation takes them."""
+        shared = None
+        if self.has_shared:
+            names = (self.shared_gate, self.shared_up, self.shared_down)
+            shared = tuple(p[...].astype(dtype) for p in names)
+        bias = None if self.routed_bias is None else self.routed_bias[...]
+        experts = tuple(p[...].astype(dtype) for p in (self.gate, self.up, self.down))
+        return (self.router[...], bias, shared), experts
+
+    def _on_mesh(self, tokens, replicated, experts, domain, layer, forced_routing):
+        devices = self.mesh.shape[self.axis]
+        if tokens.shape[0] % devices:
+            raise ValueError(
+                f"{tokens.shape[0]} tokens are not divisible by the {devices} devices of axis "
+                f'"{self.axis}"; pad the batch and give the padding rows ids outside the experts'
+            )
+
+        def on_device(*args):
+            return self._on_device(*args, forced_routing, axis_name=self.axis)
+
+        sharded = P(self.axis)
+        plan_specs = Plan(
+            route_slot=sharded,
+            **{name: P() for name in Plan._fields if name != "route_slot"},
+        )
+        return jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(sharded, P(), sharded, sharded, P()),
+            out_specs=(sharded, plan_specs, sharded),
+            axis_names={self.axis},
+            check_vma=False,
+        )(tokens, replicated, experts, domain, layer)
+
+    def _on_device(
+        self, tokens, replicated, experts, domain, layer, forced_routing, axis_name=None
+    ):
+        """The layer on the tokens and experts of one device."""
+        router, bias, shared = replicated
+        if forced_routing is None:
+            topk_ids, topk_weights = route(
+                router_logits(tokens, router),
+                top_k=self.top_k,
+                routed_bias=bias,
+                **self.router_options,
+            )
+        else:
+            rank = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+            topk_ids, topk_weights = balanced_routing(
+                tokens.shape[0],
+                rank * tokens.shape[0],
+                self.top_k,
+                self.num_experts,
+                self.router_options["routed_scaling_factor"],
+            )
+        y, plan = self._moe_layer(
+            tokens,
+            topk_ids,
+            topk_weights,
+            experts,
+            domain,
+            layer=layer,
+            shared_expert=None if shared is None else lambda t: gated_mlp(t, *shared),
+            balance=self.balance,
+            axis_name=axis_name,
+        )
+        return y, plan, topk_ids
+
+    def _moe_layer(self, x, topk_ids, topk_weights, experts, domain, *, axis_name, **options):
+        if self.method == "reference":
+            from jax_iser.reference.layer import moe_layer
+
+            options |= {"axis_name": axis_name, "scheme": self.reference_scheme}
+            return moe_layer(x, topk_ids, topk_weights, experts, domain, **options)
+        from jax_iser.layer import ExpertWeights, moe_layer
+
+        weights = ExpertWeights(*experts)
+        return moe_layer(x, topk_ids, topk_weights, weights, domain, method="fused", **options)
+
+    def _sow(self, plan, topk_ids, dtype):
+        """Records telemetry for `nnx.capture`; outside of it a module must not change."""
+        if not hasattr(self, "__captures__"):
+            return
+        bundle_bytes = 3 * self.hidden_size * self.intermediate_size * jnp.dtype(dtype).itemsize
+        values = plan_telemetry(plan, bundle_bytes) | {"plan": plan, "topk_ids": topk_ids}
+        for name, value in values.items():
+            self.sow(nnx.Intermediate, name, value)
+
+
+def _check_method(method, mesh, axis, num_experts):
+    if method is None:
+        method = "reference" if mesh is None else "fused"
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not one of {METHODS}")
+    if mesh is None:
+        if method == "fused":
+            raise ValueError('method="fused" needs a mesh: pass mesh=, or use method="reference"')
+        return method
+    if axis not in mesh.shape:
+        raise ValueError(f'mesh has axes {tuple(mesh.axis_names)}, none named axis="{axis}"')
+    if num_experts % mesh.shape[axis]:
+        raise ValueError(
+            f"num_experts={num_experts} is not divisible by the {mesh.shape[axis]} devices of "
+            f'axis "{axis}"; pad the experts or use an axis size that divides {num_experts}'
+        )
+    return method
+
+
+def attach(model: nnx.Module, domain) -> None:
+    """Gives every `MoE` of `model` the handle of `domain` (a Domain or a handle; None detaches).
+
+    The handle is a variable of the module: it travels into `nnx.jit` with the model's state, so a
+    closed and remade Domain is attached again without recompilation.
+    """
+    handle = getattr(domain, "handle", domain)
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, MoE):
+            module.domain = None if handle is None else AttachedDomain(handle)
+
+
+def load_hf(moe: MoE, tensors: Mapping[str, jax.Array], prefix: str = "") -> None:
+    """Loads one MoE block from tensors with Hugging Face names.
+
+    Args:
+      moe: the module; its shapes and dtypes decide what is expected.
+      tensors: by name: `mlp.gate.weight` `[E, D]`, `mlp.gate.e_score_correction_bias` `[E]`,
+        `mlp.experts.N.{gate,up,down}_proj.weight`, `mlp.shared_expert(s).*_proj.weight`.
+      prefix: what stands before `mlp.`, such as `model.layers.3.`.
+
+    Raises:
+      ValueError: a tensor that is missing or has another shape, or a gate on the shared expert.
+    """
+
+    def get(name, shape):
+        if prefix + name not in tensors:
+            raise ValueError(f"{prefix + name} is missing from the tensors given")
+        value = jnp.asarray(tensors[prefix + name])
+        if value.shape != shape:
+            raise ValueError(f"{prefix + name} has shape {value.shape}, expected {shape}")
+        return value
+
+    if f"{prefix}mlp.shared_expert_gate.weight" in tensors:
+        raise ValueError(
+            f"{prefix}mlp.shared_expert_gate.weight: gated shared experts are not here"
+        )
+    d, i = moe.hidden_size, moe.intermediate_size
+    shapes = {"gate": (i, d), "up": (i, d), "down": (d, i)}
+    for plane, shape in shapes.items():
+        names = (f"mlp.experts.{e}.{plane}_proj.weight" for e in range(moe.num_experts))
+        _assign(getattr(moe, plane), jnp.stack([get(name, shape) for name in names]))
+    _assign(moe.router, get("mlp.gate.weight", (moe.num_experts, d)))
+    if moe.routed_bias is not None:
+        name = "mlp.gate.e_score_correction_bias"
+        _assign(moe.routed_bias, get(name, (moe.num_experts,)))
+    if moe.has_shared:
+        plural = f"{prefix}mlp.shared_experts.gate_proj.weight" in tensors
+        stem = "mlp.shared_experts" if plural else "mlp.shared_expert"
+        for plane in shapes:
+            param = getattr(moe, f"shared_{plane}")
+            _assign(param, get(f"{stem}.{plane}_proj.weight", param.shape))
+
+
+def _assign(variable, value):
+    """Replaces a variable's value, keeping its dtype and sharding."""
+    old = variable.get_value()
+    value = value.astype(old.dtype)
+    variable.set_value(jax.device_put(value, old.sharding) if hasattr(old, "sharding") else value)

@@ -1,0 +1,155 @@
+"""`moe_layer` with `method="reference"`: plain JAX, differentiable, on any platform, no Domain.
+
+It computes at home what the fused kernels compute at home or in helper slots: with the bitwise
+contract a plan changes no output, so here the plan is made only to be shown.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_iser.planner import Plan
+from jax_iser.reference import planner
+from jax_iser.reference.fused_moe import fused_moe
+
+BALANCES = ("haloq", "none")
+
+
+def _select_layer(weights, layer):
+    """The planes of one layer, `[V*H, I, D]`, of weights that may come stacked `[L, ...]`."""
+    gate, up, down = weights
+    if gate.ndim == 4:
+        return gate[layer], up[layer], down[layer]
+    return gate, up, down
+
+
+def _counts(topk_ids, num_experts, ranks_here, axis_name):
+    """Routes by source rank and expert, `[P, E] i32`, ranks of all devices."""
+    ids = topk_ids.reshape(ranks_here, -1)
+    is_valid = (ids >= 0) & (ids < num_experts)
+    ids = jnp.where(is_valid, ids, num_experts)
+    here = jax.vmap(lambda row: jnp.bincount(row, length=num_experts + 1)[:-1])(ids)
+    here = here.astype(jnp.int32)
+    return here if axis_name is None else lax.all_gather(here, axis_name, tiled=True)
+
+
+def _plan_on_host(ids, counts, first_rank, *, ranks_here, knobs):
+    """HALO-Q and the rewrite of this device's routes, by the NumPy twins."""
+    ids, counts, first_rank = np.asarray(ids), np.asarray(counts), int(first_rank)
+    plan = planner.plan_counts(counts, **knobs)
+    slots = [
+        planner.rewrite(rows, counts, plan, first_rank + v, knobs["num_helper_slots"])
+        for v, rows in enumerate(np.split(ids, ranks_here))
+    ]
+    return (
+        np.concatenate(slots),
+        plan.broadcasts,
+        plan.quota,
+        np.int32(plan.num_broadcasts),
+        plan.load,
+    )
+
+
+def _plan(topk_ids, num_experts, ranks_here, axis_name, balance, knobs):
+    """The `Plan` of these routes; without balancing every route runs at home."""
+    topk_ids = lax.stop_gradient(topk_ids)
+    counts = _counts(topk_ids, num_experts, ranks_here, axis_name)
+    num_ranks, home = counts.shape[0], num_experts // counts.shape[0]
+    num_slots = knobs["num_helper_slots"]
+    load_before = counts.sum(0).reshape(num_ranks, home).sum(1).astype(jnp.int32)
+    rows = num_ranks * num_slots
+    if balance == "haloq" and num_ranks > 1 and num_slots > 0:
+        shapes = (topk_ids.shape, (rows, 6), (rows, num_ranks), (), (num_ranks,))
+        first_rank = 0 if axis_name is None else lax.axis_index(axis_name) * ranks_here
+        route_slot, broadcasts, quota, num_broadcasts, load = jax.pure_callback(
+            lambda *args: _plan_on_host(*args, ranks_here=ranks_here, knobs=knobs),
+            tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
+            topk_ids,
+            counts,
+            first_rank,
+        )
+    else:
+        is_valid = (topk_ids >= 0) & (topk_ids < num_experts)
+        slots = topk_ids // home * (home + num_slots) + topk_ids % home
+        route_slot = jnp.where(is_valid, slots, -1).astype(jnp.int32)
+        broadcasts = jnp.full((rows, 6), -1, jnp.int32)
+        quota = jnp.zeros((rows, num_ranks), jnp.int32)
+        num_broadcasts, load = jnp.int32(0), load_before
+    return Plan(
+        route_slot=route_slot,
+        broadcasts=broadcasts,
+        quota=quota,
+        num_broadcasts=num_broadcasts,
+        load_before=load_before,
+        load=load,
+        status=jnp.int32(0),
+        generation=jnp.uint32(0),
+    )
+
+
+def moe_layer(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    weights,
+    domain=None,
+    *,
+    layer=0,
+    shared_expert=None,
+    balance: str = "haloq",
+    axis_name: str | None = None,
+    num_helper_slots: int = 4,
+    min_group_size: int = 4,
+    scheme: str = "blocked",
+):
+    """One MoE layer: routed experts plus the shared one, and the plan that HALO-Q makes of it.
+
+    Args:
+      x: `[tokens, D]` rows of this device's ranks, rank by rank.
+      topk_ids: `[tokens, K] i32`; ids outside the experts of all ranks contribute 0.
+      topk_weights: `[tokens, K] f32`.
+      weights: `ExpertWeights` of this device's ranks, `[V*H, I, D]` (down `[V*H, D, I]`), or
+        stacked `[L, ...]` with `layer`.
+      domain: a `DomainHandle`, read for its sizes and knobs only, or None: then one rank a device.
+      layer: int or i32 scalar; selects from stacked weights.
+      shared_expert: callable `[tokens, D] -> [tokens, D]` whose result is added.
+      balance: `"haloq"` plans on the host, in a callback; `"none"` plans nothing, and is the
+        choice for training.
+      axis_name: the mapped axis the experts are spread over; None outside `shard_map`.
+      num_helper_slots, min_group_size: the plan's knobs where `domain` is None.
+      scheme: see `jax_iser.reference.fused_moe.fused_moe`.
+
+    Returns:
+      `(y [tokens, D] x.dtype, Plan)`; the plan's `generation` and `status` are 0.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, naming both values.
+    """
+    if balance not in BALANCES:
+        raise ValueError(f"balance={balance!r} is not one of {BALANCES}")
+    knobs = {"num_helper_slots": num_helper_slots, "min_group_size": min_group_size}
+    ranks_here = 1
+    if domain is not None:
+        config = domain.config
+        ranks_here = config.ranks_per_device
+        knobs = {
+            "num_helper_slots": config.num_helper_slots,
+            "min_group_size": config.min_group_size,
+            "min_routes": config.min_routes,
+            "gain_threshold": config.gain_threshold,
+        }
+    gate, up, down = _select_layer(weights, layer)
+    devices = 1 if axis_name is None else lax.axis_size(axis_name)
+    num_experts = gate.shape[0] * devices
+    if gate.shape[0] % ranks_here or x.shape[0] % ranks_here:
+        raise ValueError(
+            f"{gate.shape[0]} experts and {x.shape[0]} tokens on a device must both be divisible "
+            f"by ranks_per_device={ranks_here}"
+        )
+    y = fused_moe(x, topk_ids, topk_weights, gate, up, down, axis_name=axis_name, scheme=scheme)
+    if shared_expert is not None:
+        y = y + shared_expert(x)
+    return y, _plan(topk_ids, num_experts, ranks_here, axis_name, balance, knobs)
