@@ -1,0 +1,63 @@
+"""Builds one wheel for each supported Python that is found, into dist/.
+
+    python3 scripts/build_wheels.py
+
+Each build is isolated: pip makes an environment with the pinned jaxlib, CMake and Ninja for it. Every
+wheel is then looked into: extension for that Python, stub, py.typed, models. Standard library only.
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+import setup_env
+
+DIST = setup_env.ROOT / "dist"
+
+
+def build(interpreter: setup_env.Interpreter, work: pathlib.Path) -> pathlib.Path:
+    """The wheel for one interpreter."""
+    venv, wheels = work / "venv", work / "wheels"
+    tag = "cp{}{}".format(*interpreter.version)
+    subprocess.run([interpreter.executable, "-m", "venv", str(venv)], check=True)
+    setup_env.run(
+        [setup_env.python_of(venv), "-m", "pip", "wheel", "-q", "--disable-pip-version-check"]
+        + ["--no-deps", "--wheel-dir", str(wheels), "."],
+        f"{tag}: building a wheel with {interpreter}",
+    )
+    (wheel,) = wheels.glob("*.whl")
+    return wheel.replace(DIST / wheel.name)
+
+
+def missing_parts(wheel: pathlib.Path) -> list[str]:
+    """What a user would miss in it."""
+    names = zipfile.ZipFile(wheel).namelist()
+    tag = wheel.name.split("-")[2].replace("cp", "cpython-")
+    wanted = {
+        f"the extension for {tag}": f"jax_iser/_iser.{tag}-",
+        "its stub": "jax_iser/_iser.pyi",
+        "the type marker": "jax_iser/py.typed",
+        "the models": "jax_iser/models/__init__.py",
+        "the command": ".dist-info/entry_points.txt",
+        "the license": ".dist-info/licenses/LICENSE",
+    }
+    for path in sorted((setup_env.ROOT / "models").rglob("*.safetensors")):
+        relative = path.relative_to(setup_env.ROOT)
+        wanted[f"the checkpoint {relative}"] = f"jax_iser/{relative}"
+    return [what for what, part in wanted.items() if not any(part in name for name in names)]
+
+
+def main() -> None:
+    DIST.mkdir(exist_ok=True)
+    for interpreter in setup_env.interpreters():
+        with tempfile.TemporaryDirectory() as work:
+            wheel = build(interpreter, pathlib.Path(work))
+        if missing := missing_parts(wheel):
+            sys.exit(f"{wheel.name} lacks {', '.join(missing)}")
+        print(f"{wheel} ({wheel.stat().st_size / 1e6:.1f} MB)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
