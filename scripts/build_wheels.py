@@ -1,12 +1,15 @@
 """Builds one wheel for each supported Python that is found, into dist/.
 
-    python3 scripts/build_wheels.py
+    python3 scripts/build_wheels.py [VERSION...]    # such as 3.12; all of them by default
 
-Each build is isolated: pip makes an environment with the pinned jaxlib, CMake and Ninja for it. Every
-wheel is then looked into: extension for that Python, stub, py.typed, models. Standard library only.
+Each build is isolated: pip makes an environment with the pinned jaxlib, CMake and Ninja for it.
+Every wheel is then looked into: extension for that Python, stub, py.typed, models.
+Standard library only.
 """
 
+import argparse
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,13 +25,11 @@ def build(interpreter: setup_env.Interpreter, work: pathlib.Path) -> pathlib.Pat
     venv, wheels = work / "venv", work / "wheels"
     tag = "cp{}{}".format(*interpreter.version)
     subprocess.run([interpreter.executable, "-m", "venv", str(venv)], check=True)
-    setup_env.run(
-        [setup_env.python_of(venv), "-m", "pip", "wheel", "-q", "--disable-pip-version-check"]
-        + ["--no-deps", "--wheel-dir", str(wheels), "."],
-        f"{tag}: building a wheel with {interpreter}",
-    )
+    pip = [setup_env.python_of(venv), "-m", "pip", "wheel", "-q", "--disable-pip-version-check"]
+    command = [*pip, "--no-deps", "--wheel-dir", str(wheels), "."]
+    setup_env.run(command, f"{tag}: building a wheel with {interpreter}")
     (wheel,) = wheels.glob("*.whl")
-    return wheel.replace(DIST / wheel.name)
+    return pathlib.Path(shutil.move(wheel, DIST / wheel.name))
 
 
 def missing_parts(wheel: pathlib.Path) -> list[str]:
@@ -50,10 +51,19 @@ def missing_parts(wheel: pathlib.Path) -> list[str]:
 
 
 def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("versions", nargs="*", metavar="VERSION")
+    found = {"{}.{}".format(*each.version): each for each in setup_env.interpreters()}
+    versions = parser.parse_args().versions or list(found)
+    if unknown := set(versions) - set(found):
+        parser.error(f"no usable Python {', '.join(unknown)}; found {', '.join(found)}")
     DIST.mkdir(exist_ok=True)
-    for interpreter in setup_env.interpreters():
+    for version in versions:
         with tempfile.TemporaryDirectory() as work:
-            wheel = build(interpreter, pathlib.Path(work))
+            wheel = build(found[version], pathlib.Path(work))
         if missing := missing_parts(wheel):
             sys.exit(f"{wheel.name} lacks {', '.join(missing)}")
         print(f"{wheel} ({wheel.stat().st_size / 1e6:.1f} MB)", flush=True)
