@@ -145,21 +145,27 @@ class MoE(nnx.Module):
         d, i, e = hidden_size, intermediate_size, num_experts
         shared = num_shared_experts * (shared_intermediate_size or intermediate_size)
 
-        def expert_plane(shape):
-            value = planes(rngs.params(), shape, param_dtype)
+        def make(kind, value, sharding=(None,)):
             if mesh is None:
-                return nnx.Param(value)
-            return nnx.Param(value, out_sharding=(axis, None, None), mesh=mesh)
+                return kind(value)
+            return kind(value, out_sharding=sharding, mesh=mesh)
 
-        self.router = nnx.Param(matrix(rngs.params(), (e, d), jnp.float32))
-        self.routed_bias = RoutedBias(jnp.zeros(e, jnp.float32)) if routed_bias else None
+        def expert_plane(shape):
+            return make(nnx.Param, planes(rngs.params(), shape, param_dtype), (axis, None, None))
+
+        def replicated(shape, kind_dtype=param_dtype):
+            return make(nnx.Param, matrix(rngs.params(), shape, kind_dtype))
+
+        self.router = replicated((e, d), jnp.float32)
+        bias = make(RoutedBias, jnp.zeros(e, jnp.float32)) if routed_bias else None
+        self.routed_bias = nnx.data(bias)
         self.gate, self.up = expert_plane((e, i, d)), expert_plane((e, i, d))
         self.down = expert_plane((e, d, i))
         self.has_shared = shared > 0
         if self.has_shared:
-            self.shared_gate = nnx.Param(matrix(rngs.params(), (shared, d), param_dtype))
-            self.shared_up = nnx.Param(matrix(rngs.params(), (shared, d), param_dtype))
-            self.shared_down = nnx.Param(matrix(rngs.params(), (d, shared), param_dtype))
+            self.shared_gate = replicated((shared, d))
+            self.shared_up = replicated((shared, d))
+            self.shared_down = replicated((d, shared))
         self.domain = nnx.data(None)
 
     def __call__(
