@@ -1,1 +1,15 @@
 """jax_iser: expert-parallel MoE layers in JAX that balance their ranks at every call."""
+
+from jax_iser.config import DomainConfig as DomainConfig
+from jax_iser.domain import Domain as Domain
+from jax_iser.domain import DomainHandle as DomainHandle
+from jax_iser.errors import IserError as IserError
+from jax_iser.fused_moe import fused_moe as fused_moe
+from jax_iser.layer import moe_layer as moe_layer
+from jax_iser.planner import Plan as Plan
+from jax_iser.planner import plan as plan
+from jax_iser.planner import plan_counts as plan_counts
+from jax_iser.replication import ExpertWeights as ExpertWeights
+from jax_iser.replication import start as start
+
+__version__ = "0.1.0"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import jax
 import numpy as np
 
 from jax_iser import _iser
 from jax_iser.groups import group_levels
 from jax_iser.reference.planner import COPY_RULES, CountsPlan
+
+if TYPE_CHECKING:
+    import jax  # host plans are made without it: replaying a trace starts at once
 
 MAX_RANKS, MAX_EXPERTS, MAX_HELPER_SLOTS = 72, 1024, 16
 
@@ -197,3 +199,27 @@ def _heaviest(counts):
 def _knobs(num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule):
     rule = COPY_RULES.index(copy_rule) if copy_rule in COPY_RULES else -1
     return num_helper_slots, min_group_size, min_routes, gain_threshold, rule
+
+
+def plan(topk_ids: jax.Array, domain, *, layer=0, weights_version=0, balance="haloq") -> Plan:
+    """Plans a call without making it: counts are exchanged, nothing is copied. For tools and tests.
+
+    Args:
+      topk_ids: `[tokens, K] i32` of this device; call it inside `shard_map` on every device.
+      domain: the device's part of a `DomainHandle`.
+      layer, weights_version, balance: as in `moe_layer`.
+
+    Returns:
+      The `Plan` that `start` would follow.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit the Domain.
+    """
+    from jax_iser import _ffi
+    from jax_iser.fused_moe import plan_results
+    from jax_iser.replication import call_params, check_tokens
+
+    check_tokens("topk_ids", topk_ids, domain.config.top_k, domain.config, "int32")
+    params = call_params(layer, weights_version, balance)
+    results = plan_results(domain.config, topk_ids.shape)
+    return Plan(*_ffi.call("plan", results, domain.words, params, topk_ids))

@@ -7,4 +7,6 @@
 NB_MODULE(_iser, m) {
   m.doc() = "Kernels and runtime of jax_iser; use the Python API.";
   iser::bind_planner(m);
+  iser::bind_domain(m);
+  iser::bind_calls(m);
 }

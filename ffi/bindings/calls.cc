@@ -1,0 +1,294 @@
+// XLA FFI calls on platform cpu: `start`, `fused_moe` and `plan`. Each checks its operands against
+// the Domain that its handle names, and hands over.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "ffi/bindings/bindings.h"
+#include "ffi/bindings/registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace nb = nanobind;
+namespace ffi = xla::ffi;
+
+namespace iser {
+namespace {
+
+using cpu::Device;
+using cpu::Domain;
+using cpu::FusedCall;
+using cpu::Invocation;
+using cpu::PlanOutputs;
+using cpu::StartCall;
+
+using I32 = ffi::Buffer<ffi::DataType::S32>;
+using U32 = ffi::Buffer<ffi::DataType::U32>;
+using F32 = ffi::Buffer<ffi::DataType::F32>;
+template <typename B>
+using Out = ffi::Result<B>;
+
+// Handle and ticket words, u32: [domain id, first rank of the device, magic, generation].
+constexpr uint32_t kMagic = 0x15E3'0E00;
+constexpr size_t kNumWords = 4;
+
+ffi::Error failed(const std::string& text) {
+  const bool is_ours = text.rfind("IserError:", 0) == 0;
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, is_ours ? text : "IserError: " + text);
+}
+
+struct Target {
+  std::shared_ptr<Domain> domain;
+  Device* device = nullptr;
+  std::string error;
+};
+
+Target find_target(const uint32_t* words, size_t count) {
+  if (count != kNumWords || words[2] != kMagic) {
+    return {nullptr, nullptr, "the domain operand is not a handle; pass domain.handle, sharded over "
+                              "its axis, as an argument of the program"};
+  }
+  std::shared_ptr<Domain> domain = find_domain(words[0]);
+  if (!domain) {
+    return {nullptr, nullptr, "Domain " + std::to_string(words[0]) +
+                                  " is closed; pass the handle of an open Domain as an argument "
+                                  "of the program, not as a constant captured by it"};
+  }
+  Device* device = domain->device_of(static_cast<int32_t>(words[1]));
+  if (!device) {
+    return {nullptr, nullptr, "rank " + std::to_string(words[1]) + " of Domain " +
+                                  std::to_string(words[0]) + " is not served by this process"};
+  }
+  if (domain->has_failed()) return {nullptr, nullptr, domain->error_text()};
+  return {std::move(domain), device, ""};
+}
+
+// Tokens of one rank of a [V * tokens, width] operand, or an error.
+std::string count_tokens(const Domain& domain, ffi::Span<const int64_t> dims, int64_t width,
+                         const char* name, int32_t* num_tokens) {
+  const int64_t ranks = domain.options.ranks_per_device;
+  if (dims.size() != 2 || dims[1] != width || dims[0] % ranks != 0) {
+    return std::string(name) + " is not [" + std::to_string(ranks) + " ranks x tokens, " +
+           std::to_string(width) + "]";
+  }
+  if (dims[0] / ranks > domain.shape().max_tokens) {
+    return std::to_string(dims[0] / ranks) + " tokens per rank exceed the Domain's max_tokens_per_rank=" +
+           std::to_string(domain.shape().max_tokens) + "; make a larger Domain";
+  }
+  *num_tokens = static_cast<int32_t>(dims[0] / ranks);
+  return "";
+}
+
+// The device's first expert of `layer` in a plane [V*H, a, b] or a stack [L, V*H, a, b].
+const uint8_t* plane_of(const Domain& domain, const ffi::AnyBuffer& plane, int32_t layer,
+                        std::string* error) {
+  const int64_t experts =
+      int64_t{domain.options.ranks_per_device} * domain.shape().slots.num_home();
+  const size_t bytes = experts * domain.shape().plane_bytes();
+  const auto dims = plane.dimensions();
+  const bool is_stacked = dims.size() == 4;
+  const int64_t layers = is_stacked ? dims[0] : 1;
+  if (plane.size_bytes() != layers * bytes || (!is_stacked && dims.size() != 3)) {
+    *error = "weights hold " + std::to_string(plane.size_bytes()) + " bytes a plane, expected " +
+             std::to_string(layers * bytes);
+    return nullptr;
+  }
+  if (is_stacked && layer >= layers) {
+    *error = "layer " + std::to_string(layer) + " is outside the " + std::to_string(layers) +
+             " stacked layers";
+    return nullptr;
+  }
+  return static_cast<const uint8_t*>(plane.untyped_data()) + (is_stacked ? layer * bytes : 0);
+}
+
+// params i32 [3]: layer, weights_version, is_balanced.
+std::string check_params(const Domain& domain, const I32& params) {
+  if (params.element_count() != 3) return "params is not i32[3]";
+  const int32_t layer = params.typed_data()[0];
+  if (layer < 0 || layer >= domain.options.num_layers) {
+    return "layer " + std::to_string(layer) + " is outside the Domain's num_layers=" +
+           std::to_string(domain.options.num_layers);
+  }
+  return "";
+}
+
+ffi::Error start(ffi::RunId run, U32 handle, I32 params, I32 topk_ids, ffi::AnyBuffer x,
+                 ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Out<U32> ticket,
+                 Out<ffi::AnyBuffer> x_out) {
+  const Target target = find_target(handle.typed_data(), handle.element_count());
+  if (!target.error.empty()) return failed(target.error);
+  Domain& domain = *target.domain;
+  StartCall call{};
+  std::string error = check_params(domain, params);
+  if (error.empty()) {
+    error = count_tokens(domain, topk_ids.dimensions(), domain.shape().top_k, "topk_ids",
+                         &call.num_tokens);
+  }
+  if (!error.empty()) return failed(error);
+  call.layer = params.typed_data()[0];
+  call.weights_version = params.typed_data()[1];
+  call.is_balanced = params.typed_data()[2] != 0;
+  call.topk_ids = topk_ids.typed_data();
+  const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
+  for (int i = 0; i < 3; ++i) {
+    call.weights[i] = plane_of(domain, *planes[i], call.layer, &error);
+    if (!call.weights[i]) return failed(error);
+  }
+  uint32_t* words = ticket->typed_data();
+  std::copy_n(handle.typed_data(), kNumWords, words);
+  words[3] = target.device->start(run.run_id, call, {}, nullptr);
+  // x passes through so that what reads it is ordered behind this call; XLA aliases the two.
+  if (x_out->untyped_data() != x.untyped_data() && x.size_bytes() > 0) {
+    std::memcpy(x_out->untyped_data(), x.untyped_data(), x.size_bytes());
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Future failed_future(const std::string& text) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(failed(text));
+  return future;
+}
+
+// Completes the promise, from a thread of the device's own: what follows in the program runs there.
+cpu::Done completion(const ffi::Promise& promise) {
+  return [promise = ffi::Promise(promise)](const std::string& error) mutable {
+    error.empty() ? promise.SetAvailable() : promise.SetError(failed(error));
+  };
+}
+
+ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBuffer gate,
+                      ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer after,
+                      Out<ffi::AnyBuffer> y, Out<I32> route_slot, Out<I32> broadcasts,
+                      Out<I32> quota, Out<I32> num_broadcasts, Out<I32> load_before,
+                      Out<I32> load, Out<I32> status, Out<U32> generation) {
+  (void)after;  // an operand only so that it is computed before this call
+  const Target target = find_target(ticket.typed_data(), ticket.element_count());
+  if (!target.error.empty()) return failed_future(target.error);
+  Domain& domain = *target.domain;
+  const std::shared_ptr<Invocation> invocation = target.device->find(ticket.typed_data()[3]);
+  if (!invocation) return failed_future("the ticket's call is not in flight; use each ticket once");
+  int32_t num_tokens = 0;
+  std::string error = count_tokens(domain, x.dimensions(), domain.shape().hidden, "x", &num_tokens);
+  if (error.empty() && num_tokens != invocation->call.num_tokens) {
+    error = "x has " + std::to_string(num_tokens) + " tokens per rank, topk_ids had " +
+            std::to_string(invocation->call.num_tokens);
+  }
+  const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
+  for (int i = 0; i < 3 && error.empty(); ++i) {
+    const uint8_t* plane = plane_of(domain, *planes[i], invocation->call.layer, &error);
+    if (error.empty() && plane != invocation->call.weights[i]) {
+      error = "weights moved between start and fused_moe; pass the same arrays to both";
+    }
+  }
+  if (!error.empty()) return failed_future(error);
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  FusedCall call{static_cast<const uint8_t*>(x.untyped_data()),
+                 topk_weights.typed_data(),
+                 static_cast<uint8_t*>(y->untyped_data()),
+                 {route_slot->typed_data(), broadcasts->typed_data(), quota->typed_data(),
+                  num_broadcasts->typed_data(), load_before->typed_data(), load->typed_data(),
+                  status->typed_data(), generation->typed_data()},
+                 completion(promise)};
+  target.device->fused_moe(invocation->generation, std::move(call));
+  return future;
+}
+
+ffi::Future plan(ffi::RunId run, U32 handle, I32 params, I32 topk_ids, Out<I32> route_slot,
+                 Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
+                 Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation) {
+  const Target target = find_target(handle.typed_data(), handle.element_count());
+  if (!target.error.empty()) return failed_future(target.error);
+  Domain& domain = *target.domain;
+  StartCall call{};
+  std::string error = check_params(domain, params);
+  if (error.empty()) {
+    error = count_tokens(domain, topk_ids.dimensions(), domain.shape().top_k, "topk_ids",
+                         &call.num_tokens);
+  }
+  if (!error.empty()) return failed_future(error);
+  call.layer = params.typed_data()[0];
+  call.weights_version = params.typed_data()[1];
+  call.is_balanced = params.typed_data()[2] != 0;
+  call.is_plan_only = true;
+  call.topk_ids = topk_ids.typed_data();
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  const PlanOutputs outputs{route_slot->typed_data(),  broadcasts->typed_data(),
+                            quota->typed_data(),       num_broadcasts->typed_data(),
+                            load_before->typed_data(), load->typed_data(),
+                            status->typed_data(),      generation->typed_data()};
+  target.device->start(run.run_id, call, outputs, completion(promise));
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(kStart, start,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
+                           .Arg<U32>()
+                           .Arg<I32>()
+                           .Arg<I32>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<U32>()
+                           .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
+                       ffi::Ffi::Bind()
+                           .Arg<U32>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<F32>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<U32>());
+
+XLA_FFI_DEFINE_HANDLER(kPlan, plan,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
+                           .Arg<U32>()
+                           .Arg<I32>()
+                           .Arg<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<U32>());
+
+template <typename Handler>
+nb::capsule capsule_of(Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+}  // namespace
+
+void bind_calls(nb::module_& m) {
+  m.attr("HANDLE_MAGIC") = kMagic;
+  m.def("cpu_calls", [] {
+    nb::dict calls;
+    calls["start"] = capsule_of(kStart);
+    calls["fused_moe"] = capsule_of(kFusedMoe);
+    calls["plan"] = capsule_of(kPlan);
+    return calls;
+  });
+}
+
+}  // namespace iser

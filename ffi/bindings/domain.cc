@@ -1,0 +1,246 @@
+// Domains as Python makes, inspects and closes them.
+#include "ffi/cpu/domain.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <tuple>
+
+#include "ffi/bindings/bindings.h"
+#include "ffi/bindings/registry.h"
+
+namespace nb = nanobind;
+
+namespace iser {
+namespace {
+
+// Leaked on purpose: threads of XLA may still ask after static destructors have run.
+struct Registry {
+  std::mutex mutex;
+  uint32_t next_id = 1;
+  std::map<uint32_t, std::shared_ptr<cpu::Domain>> domains;
+};
+Registry& registry() {
+  static Registry* const instance = new Registry;
+  return *instance;
+}
+
+uint8_t* map_shared(int fd, size_t bytes) {
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) {
+    throw std::runtime_error("mapping " + std::to_string(bytes) +
+                             " bytes of symmetric memory failed: " + std::strerror(errno));
+  }
+  return static_cast<uint8_t*>(base);
+}
+
+// (fd, first rank, ranks, socket to the process or -1)
+using SegmentSpec = std::tuple<int, int, int, int>;
+
+uint32_t create_domain(const cpu::DomainOptions& options, const std::vector<SegmentSpec>& specs,
+                       int local_segment) {
+  std::vector<cpu::Segment> segments;
+  std::vector<size_t> sizes;
+  for (const auto& [fd, first_rank, num_ranks, alive_fd] : specs) {
+    sizes.push_back(segment_bytes(options.shape, num_ranks));
+    segments.push_back({map_shared(fd, sizes.back()), first_rank, num_ranks, alive_fd});
+  }
+  std::shared_ptr<cpu::Domain> domain(
+      new cpu::Domain(options, segments, local_segment), [segments, sizes](cpu::Domain* d) {
+        delete d;
+        for (size_t i = 0; i < segments.size(); ++i) munmap(segments[i].base, sizes[i]);
+      });
+  std::lock_guard lock(registry().mutex);
+  const uint32_t id = registry().next_id++;
+  registry().domains[id] = std::move(domain);
+  return id;
+}
+
+std::shared_ptr<cpu::Domain> get(uint32_t id) {
+  auto domain = find_domain(id);
+  if (!domain) throw nb::value_error("this Domain is closed");
+  return domain;
+}
+
+// Waits for calls in flight, fails those that do not end, and forgets the Domain.
+bool close_domain(uint32_t id, double wait_s) {
+  std::shared_ptr<cpu::Domain> domain = get(id);
+  nb::gil_scoped_release release;
+  const bool is_idle = domain->wait_idle(static_cast<int64_t>(wait_s * 1e9));
+  if (!is_idle && !domain->has_failed()) {
+    domain->fail({static_cast<int32_t>(ErrorCode::kClosed), domain->first_local_rank(), -1, -1, 0,
+                  0, 0, 0});
+  }
+  {
+    std::lock_guard lock(registry().mutex);
+    registry().domains.erase(id);
+  }
+  // Calls hold the Domain only while they enqueue. It must end here: on a thread of a device it would
+  // wait for itself.
+  while (domain.use_count() > 1) std::this_thread::yield();
+  domain.reset();
+  return is_idle;
+}
+
+nb::dict describe_error(uint32_t id) {
+  const auto domain = get(id);
+  domain->check_guards();
+  const ErrorWord e = domain->error();
+  nb::dict result;
+  result["code"] = e.code;
+  result["rank"] = e.rank;
+  result["peer"] = e.peer;
+  result["layer"] = e.layer;
+  result["stage"] = stage_name(static_cast<Stage>(e.stage));
+  result["generation"] = e.generation;
+  result["text"] = domain->error_text();
+  return result;
+}
+
+nb::tuple read_busy(uint32_t id, bool reset) {
+  const auto domain = get(id);
+  const auto read = [&](std::vector<std::atomic<int64_t>>& counters) {
+    std::vector<int64_t> values;
+    for (auto& counter : counters) values.push_back(reset ? counter.exchange(0) : counter.load());
+    return values;
+  };
+  return nb::make_tuple(read(domain->busy_ns), read(domain->tile_rows));
+}
+
+nb::list read_timelines(uint32_t id) {
+  nb::list rows;
+  for (const auto& [rank, t] : get(id)->timelines()) {
+    rows.append(nb::make_tuple(rank, t.generation, t.layer, t.started, t.planned, t.copy_begin,
+                               t.copy_end, t.fused_called, t.ready_seen, t.finished));
+  }
+  return rows;
+}
+
+// A copy of one helper slot's bytes: what a replica looks like after a call.
+nb::bytes read_helper(uint32_t id, int rank, int bank, int helper_idx) {
+  const auto domain = get(id);
+  const DomainShape& shape = domain->shape();
+  if (rank < 0 || rank >= shape.slots.num_ranks || bank < 0 || bank >= shape.num_banks ||
+      helper_idx < 0 || helper_idx >= shape.slots.num_helper_slots) {
+    throw nb::value_error("no such helper slot");
+  }
+  return nb::bytes(domain->block(rank).helper(shape, bank, helper_idx), shape.bundle_bytes());
+}
+
+nb::dict section_sizes(const DomainShape& shape) {
+  const BlockLayout layout = block_layout(shape);
+  nb::dict result;
+  for (int i = 0; i < kNumSections; ++i) {
+    result[section_name(static_cast<Section>(i))] = layout.bytes[i];
+  }
+  result["total"] = layout.total;
+  return result;
+}
+
+// Maps memory that `place` filled in the process of `first_rank`; `owner_base` 0 means this one.
+uint64_t add_placed(uint32_t id, int fd, int first_rank, uint64_t owner_base, uint64_t bytes) {
+  const uint8_t* base = map_shared(fd, bytes);
+  const uint64_t address = reinterpret_cast<uint64_t>(base);
+  get(id)->add_placed({first_rank, owner_base ? owner_base : address, bytes, base});
+  return address;
+}
+
+// Writable bytes at `address`, unmapped when the last array over them goes.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> placed_bytes(int fd, uint64_t bytes) {
+  uint8_t* base = map_shared(fd, bytes);
+  auto* size = new std::pair<uint8_t*, size_t>(base, bytes);
+  nb::capsule owner(size, [](void* p) noexcept {
+    auto* mapped = static_cast<std::pair<uint8_t*, size_t>*>(p);
+    munmap(mapped->first, mapped->second);
+    delete mapped;
+  });
+  return {base, {bytes}, owner};
+}
+
+void stall(uint32_t id, int rank, int stage, double seconds) {
+  const auto domain = get(id);
+  if (!domain->is_local(rank) || stage < 0 || stage >= static_cast<int>(Stage::kNumStages)) {
+    throw nb::value_error("no such rank or stage in this process");
+  }
+  domain->stall(rank, static_cast<Stage>(stage), static_cast<int64_t>(seconds * 1e9));
+}
+
+}  // namespace
+
+std::shared_ptr<cpu::Domain> find_domain(uint32_t id) {
+  std::lock_guard lock(registry().mutex);
+  const auto found = registry().domains.find(id);
+  return found == registry().domains.end() ? nullptr : found->second;
+}
+
+void bind_domain(nb::module_& m) {
+  nb::class_<DomainShape>(m, "DomainShape")
+      .def(
+          "__init__",
+          [](DomainShape* self, int num_ranks, int num_experts, int num_helper_slots, int top_k,
+             int hidden, int intermediate, int max_tokens, int element_bytes, int num_banks,
+             int num_staged) {
+            new (self) DomainShape{{num_ranks, num_experts, num_helper_slots},
+                                   top_k,
+                                   hidden,
+                                   intermediate,
+                                   max_tokens,
+                                   element_bytes,
+                                   num_banks,
+                                   num_staged};
+          },
+          nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"),
+          nb::arg("num_helper_slots"), nb::arg("top_k"), nb::arg("hidden"),
+          nb::arg("intermediate"), nb::arg("max_tokens"), nb::arg("element_bytes"),
+          nb::arg("num_banks"), nb::arg("num_staged"))
+      .def("section_sizes", &section_sizes)
+      .def("segment_bytes",
+           [](const DomainShape& shape, int ranks) { return segment_bytes(shape, ranks); });
+  nb::class_<cpu::DomainOptions>(m, "DomainOptions")
+      .def(
+          "__init__",
+          [](cpu::DomainOptions* self, const DomainShape& shape, bool is_bf16, int min_group_size,
+             int min_routes, int gain_threshold, int copy_rule, bool resident, int num_layers,
+             int ranks_per_device, int64_t max_routes_per_rank, double timeout_s,
+             double startup_timeout_s, bool poison) {
+            new (self) cpu::DomainOptions{shape,
+                                          is_bf16 ? cpu::DType::kBF16 : cpu::DType::kF32,
+                                          min_group_size,
+                                          min_routes,
+                                          gain_threshold,
+                                          static_cast<CopyRule>(copy_rule),
+                                          resident,
+                                          num_layers,
+                                          ranks_per_device,
+                                          max_routes_per_rank,
+                                          static_cast<int64_t>(timeout_s * 1e9),
+                                          static_cast<int64_t>(startup_timeout_s * 1e9),
+                                          poison};
+          },
+          nb::kw_only(), nb::arg("shape"), nb::arg("is_bf16"), nb::arg("min_group_size"),
+          nb::arg("min_routes"), nb::arg("gain_threshold"), nb::arg("copy_rule"),
+          nb::arg("resident"), nb::arg("num_layers"), nb::arg("ranks_per_device"),
+          nb::arg("max_routes_per_rank"), nb::arg("timeout_s"), nb::arg("startup_timeout_s"),
+          nb::arg("poison"));
+  m.def("create_domain", &create_domain);
+  m.def("close_domain", &close_domain);
+  m.def("describe_error", &describe_error);
+  m.def("read_busy", &read_busy);
+  m.def("read_timelines", &read_timelines);
+  m.def("read_helper", &read_helper);
+  m.def("add_placed", &add_placed);
+  m.def("placed_bytes", &placed_bytes);
+  m.def("stall", &stall);
+  m.def("cpu_isa", &cpu::gemm_isa);
+}
+
+}  // namespace iser

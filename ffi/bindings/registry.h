@@ -1,0 +1,14 @@
+// Open Domains of this process by id.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "ffi/cpu/domain.h"
+
+namespace iser {
+
+// Null once the Domain is closed.
+std::shared_ptr<cpu::Domain> find_domain(uint32_t id);
+
+}  // namespace iser

@@ -1,0 +1,112 @@
+// Byte layout of a rank's block of symmetric memory: the same offsets on every rank and process.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ffi/core/expert.h"
+#include "ffi/core/protocol.h"
+
+namespace iser {
+
+// Sizes of a Domain; every rank of it has the same.
+struct DomainShape {
+  SlotSpace slots;
+  int32_t top_k;
+  int32_t hidden;
+  int32_t intermediate;
+  int32_t max_tokens;     // of one rank
+  int32_t element_bytes;  // of tokens and weights
+  int32_t num_banks;
+  int32_t num_staged;     // bundles a rank can stage for other processes
+
+  ISER_HD size_t max_routes() const { return static_cast<size_t>(max_tokens) * top_k; }
+  // One plane of a bundle: gate and up are [I, D], down is [D, I], all as large.
+  ISER_HD size_t plane_bytes() const {
+    return static_cast<size_t>(hidden) * intermediate * element_bytes;
+  }
+  ISER_HD size_t bundle_bytes() const { return 3 * plane_bytes(); }
+  ISER_HD size_t token_bytes() const { return static_cast<size_t>(hidden) * element_bytes; }
+};
+
+constexpr size_t kBlockAlign = 128;
+constexpr size_t kGuardBytes = 64;  // behind each section, filled with kGuardByte
+constexpr uint8_t kGuardByte = 0xA5;
+constexpr int kNumSections = 8;
+
+enum class Section : int {
+  kWords = 0,       // RankWords
+  kCounts = 1,      // i32 [2, num_experts], by generation parity
+  kSendRoutes = 2,  // i32 [max_routes], route indices sorted by physical slot
+  kSendStarts = 3,  // i32 [num_slots + 1], where each slot's routes start
+  kTokens = 4,      // [max_tokens, hidden]
+  kCombine = 5,     // [max_routes, hidden], expert outputs by route
+  kBanks = 6,       // [num_banks, num_helper_slots] bundles
+  kStage = 7,       // [num_staged] bundles
+};
+
+inline const char* section_name(Section section) {
+  constexpr const char* kNames[kNumSections] = {"words",  "counts",  "send routes",  "send starts",
+                                                "tokens", "combine", "helper banks", "staging"};
+  return kNames[static_cast<int>(section)];
+}
+
+ISER_HD inline size_t align_up(size_t bytes, size_t alignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+struct BlockLayout {
+  size_t offset[kNumSections];
+  size_t bytes[kNumSections];
+  size_t total;
+
+  ISER_HD size_t guard(int section) const { return offset[section] + bytes[section]; }
+};
+
+ISER_HD inline BlockLayout block_layout(const DomainShape& shape) {
+  const size_t slots = shape.slots.num_helper_slots;
+  BlockLayout layout{};
+  layout.bytes[0] = sizeof(RankWords);
+  layout.bytes[1] = 2 * sizeof(int32_t) * shape.slots.num_experts;
+  layout.bytes[2] = sizeof(int32_t) * shape.max_routes();
+  layout.bytes[3] = sizeof(int32_t) * (shape.slots.num_slots() + 1);
+  layout.bytes[4] = shape.token_bytes() * shape.max_tokens;
+  layout.bytes[5] = shape.token_bytes() * shape.max_routes();
+  layout.bytes[6] = shape.bundle_bytes() * shape.num_banks * slots;
+  layout.bytes[7] = shape.bundle_bytes() * shape.num_staged;
+  for (int i = 0; i < kNumSections; ++i) {
+    layout.offset[i] = layout.total;
+    layout.total = align_up(layout.total + layout.bytes[i] + kGuardBytes, kBlockAlign);
+  }
+  return layout;
+}
+
+// A process's segment: its words, then the blocks of its ranks in rank order.
+ISER_HD inline size_t segment_bytes(const DomainShape& shape, int32_t num_local_ranks) {
+  return align_up(sizeof(ProcessWords), kBlockAlign) + block_layout(shape).total * num_local_ranks;
+}
+
+// One rank's block in this process's address space.
+struct BlockView {
+  uint8_t* base;
+  const BlockLayout* layout;
+
+  template <typename T>
+  T* section(Section section) const {
+    return reinterpret_cast<T*>(base + layout->offset[static_cast<int>(section)]);
+  }
+  RankWords* words() const { return section<RankWords>(Section::kWords); }
+  int32_t* counts(const DomainShape& shape, uint32_t generation) const {
+    return section<int32_t>(Section::kCounts) + (generation & 1) * shape.slots.num_experts;
+  }
+  uint8_t* helper(const DomainShape& shape, int32_t bank, int32_t helper_idx) const {
+    return section<uint8_t>(Section::kBanks) +
+           (static_cast<size_t>(bank) * shape.slots.num_helper_slots + helper_idx) *
+               shape.bundle_bytes();
+  }
+  uint8_t* staged(const DomainShape& shape, int32_t index) const {
+    return section<uint8_t>(Section::kStage) + index * shape.bundle_bytes();
+  }
+};
+
+}  // namespace iser

@@ -1,0 +1,289 @@
+// A Domain on a CPU: the symmetric memory of its ranks and the threads that serve them.
+//
+// Each device of this process has two threads: COPY plans and copies, MAIN computes and completes
+// calls. Calls only enqueue, so that no thread of XLA ever waits for a peer. Invocations run one
+// after the other on each device; `generation` counts them alike on all ranks.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/core/haloq.h"
+#include "ffi/core/layout.h"
+#include "ffi/cpu/gemm.h"
+#include "ffi/cpu/sync.h"
+
+namespace iser::cpu {
+
+struct DomainOptions {
+  DomainShape shape;
+  DType dtype;
+  int32_t min_group_size;
+  int32_t min_routes;
+  int32_t gain_threshold;
+  CopyRule copy_rule;
+  bool resident;         // keep replicas between calls; needs a bank per layer
+  int32_t num_layers;
+  int32_t ranks_per_device;
+  int64_t max_routes_per_rank;
+  int64_t timeout_ns;
+  int64_t startup_timeout_ns;  // for the first invocation
+  bool poison;                 // fill token and combine buffers with NaN before each use
+
+  PlanConfig plan_config() const {
+    return {shape.slots, min_group_size, min_routes, gain_threshold, copy_rule};
+  }
+};
+
+// A process's part of the symmetric memory, mapped here.
+struct Segment {
+  uint8_t* base;
+  int32_t first_rank;
+  int32_t num_ranks;
+  int alive_fd;  // a socket to that process, -1 for this one
+};
+
+// Memory that a process's `place` put weights in, mapped in every process.
+struct PlacedMemory {
+  int32_t first_rank;   // of the process that owns it
+  uint64_t owner_base;  // its address there
+  uint64_t bytes;
+  const uint8_t* base;  // its address here
+};
+
+// One device's call. Pointers stay valid until fused_moe has completed on the device.
+struct StartCall {
+  int32_t layer;
+  int32_t weights_version;
+  bool is_balanced;
+  bool is_plan_only;
+  int32_t num_tokens;  // of one rank
+  const int32_t* topk_ids;    // [V*num_tokens, top_k]
+  const uint8_t* weights[3];  // gate, up, down of the device's first expert in this layer
+};
+
+struct PlanOutputs {
+  int32_t* route_slot;  // [V*num_tokens, top_k]
+  int32_t* broadcasts;
+  int32_t* quota;
+  int32_t* num_broadcasts;
+  int32_t* load_before;
+  int32_t* load;
+  int32_t* status;
+  uint32_t* generation;
+};
+
+// Called once, from a thread of the device, with an empty text on success.
+using Done = std::function<void(const std::string& error)>;
+
+struct FusedCall {
+  const uint8_t* x;           // [V*num_tokens, hidden]
+  const float* topk_weights;  // [V*num_tokens, top_k]
+  uint8_t* y;
+  PlanOutputs plan;
+  Done done;
+};
+
+// The plan of one generation, shared by this process's ranks.
+struct SharedPlan {
+  uint32_t generation = 0;
+  std::vector<int32_t> counts;  // [P, E]
+  std::vector<Broadcast> broadcasts;
+  std::vector<int32_t> quota, load_before, load;
+  int32_t num_broadcasts = 0, target = 0;
+  uint64_t hash = 0;
+
+  PlanView view() {
+    return {broadcasts.data(), quota.data(),    load_before.data(),
+            load.data(),       &num_broadcasts, &target};
+  }
+};
+
+// Moments of one invocation on one device, CLOCK_MONOTONIC nanoseconds.
+struct Timeline {
+  uint32_t generation;
+  int32_t layer;
+  int64_t started, planned, copy_begin, copy_end, fused_called, ready_seen, finished;
+};
+
+struct Invocation {
+  uint32_t generation;
+  StartCall call;
+  std::vector<int32_t> topk_ids;    // [V*num_tokens, top_k], ours: XLA may reuse the operand
+  std::vector<int32_t> route_slot;  // likewise
+  std::shared_ptr<SharedPlan> plan;
+  uint32_t is_planned = 0;  // a word to sleep on
+  PlanOutputs plan_only_outputs{};
+  Done plan_only_done;
+  Timeline times{};
+};
+
+class Domain;
+
+// One device of this process and its V ranks.
+class Device {
+ public:
+  Device(Domain& domain, int32_t first_rank);
+  ~Device();
+
+  // Both return at once. `start` gives the invocation's generation.
+  uint32_t start(int64_t run_id, const StartCall& call, const PlanOutputs& plan_only_outputs,
+                 Done plan_only_done);
+  void fused_moe(uint32_t generation, FusedCall call);
+  // The invocation that `start` began, or null: for validation.
+  std::shared_ptr<Invocation> find(uint32_t generation);
+  bool is_idle();
+
+  const int32_t first_rank;
+
+ private:
+  struct MainJob {
+    std::shared_ptr<Invocation> invocation;
+    FusedCall call;
+  };
+
+  void copy_loop();
+  void main_loop();
+  bool wait_turn(const Invocation& invocation);
+  bool is_turn(const Invocation& invocation) const;
+  void run_copy(Invocation& invocation);
+  void run_main(MainJob& job);
+  void finish(const std::shared_ptr<Invocation>& invocation);
+
+  Domain& domain_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool closing_ = false;
+  uint32_t last_finished_ = 0;
+  std::map<uint32_t, std::shared_ptr<Invocation>> copy_queue_;  // by generation
+  std::map<uint32_t, std::shared_ptr<Invocation>> in_flight_;
+  std::deque<MainJob> main_queue_;
+  std::thread copy_thread_, main_thread_;
+};
+
+class Domain {
+ public:
+  Domain(DomainOptions options, std::vector<Segment> segments, int32_t local_segment);
+  ~Domain();
+
+  const DomainOptions options;
+  const DomainShape& shape() const { return options.shape; }
+  const BlockLayout layout;
+
+  Device* device_of(int32_t first_rank);
+  int32_t num_local_ranks() const { return local().num_ranks; }
+  int32_t first_local_rank() const { return local().first_rank; }
+  bool is_multi_process() const { return segments_.size() > 1; }
+  bool is_local(int32_t rank) const;
+  BlockView block(int32_t rank) const { return blocks_[rank]; }
+  int32_t bank_of(int32_t layer) const { return layer % options.shape.num_banks; }
+
+  // Numbers this process's invocations: the same for the i-th start of one program run on every
+  // device, whatever order the devices come in.
+  uint32_t generation_of(int64_t run_id, int32_t device_rank);
+
+  // Stages. `wait` returns false once the Domain has failed; it fails the Domain at its limit.
+  void arrive(Stage stage, int32_t rank, uint32_t generation);
+  bool wait(Stage stage, int32_t rank, const Invocation& invocation);
+  bool wait_combined(int32_t rank, const Invocation& invocation);
+  bool wait_planned(Invocation& invocation);
+
+  bool has_failed() const { return load_acquire(&local_words()->aborted) != 0; }
+  void fail(const ErrorWord& error);
+  ErrorWord error() const;
+  std::string error_text() const;
+  void check_guards();
+
+  // The plan of the invocation; the first rank of this process to ask computes it.
+  std::shared_ptr<SharedPlan> plan_for(const Invocation& invocation, int32_t rank);
+  // Where this process can read an expert's three planes at home; false when it must be staged.
+  bool home_planes(int32_t owner, int32_t expert, uint32_t generation,
+                   const uint8_t* planes[3]) const;
+  // Whether other processes can read the rank's home experts in place.
+  bool is_placed(int32_t rank, uint32_t generation) const;
+  void add_placed(const PlacedMemory& memory);
+
+  // For fault tests: the rank's next arrival at the stage comes this much later.
+  void stall(int32_t rank, Stage stage, int64_t ns);
+
+  // Nanoseconds of thread CPU time in expert tiles, and rows computed: [num_layers, local ranks].
+  std::vector<std::atomic<int64_t>> busy_ns, tile_rows;
+  void charge(int32_t layer, int32_t rank, int64_t ns, int64_t rows);
+  void record(const Timeline& times, int32_t device_rank);
+  std::vector<std::pair<int32_t, Timeline>> timelines();
+
+  bool wait_idle(int64_t limit_ns);
+
+ private:
+  friend class Device;
+  const Segment& local() const { return segments_[local_segment_]; }
+  ProcessWords* words_of(const Segment& segment) const {
+    return reinterpret_cast<ProcessWords*>(segment.base);
+  }
+  ProcessWords* local_words() const { return words_of(local()); }
+  bool keep_waiting(Stage stage, int32_t rank, const Invocation& invocation, int64_t deadline,
+                    int32_t missing);
+  int64_t deadline_for(const Invocation& invocation) const;
+  int32_t missing_rank(Stage stage, uint32_t generation) const;
+  const PlacedMemory* find_placed(int32_t rank, uint64_t address) const;
+  const Segment& segment_of(int32_t rank) const;
+  bool compute_plan(const Invocation& invocation, int32_t rank, SharedPlan& plan);
+  bool tags_agree(const Invocation& invocation, int32_t rank);
+  void update_slot_table(const Invocation& invocation, const SharedPlan& plan);
+  void wake_everyone();
+
+  const std::vector<Segment> segments_;
+  const int32_t local_segment_;
+  std::vector<BlockView> blocks_;  // of all ranks
+
+  std::mutex order_mutex_;
+  uint32_t next_generation_ = 1;
+  struct Run {
+    std::map<int32_t, size_t> started;   // by device: how many starts it has seen
+    std::vector<uint32_t> generations;   // by start
+  };
+  std::map<int64_t, Run> runs_;
+
+  std::mutex plan_mutex_;
+  std::shared_ptr<SharedPlan> plan_;
+  std::vector<int64_t> plan_scratch_;
+  struct SlotTable {
+    int32_t weights_version = 0;
+    std::vector<int32_t> expert;  // [P, S], -1 for none
+  };
+  std::vector<SlotTable> slot_tables_;  // by bank
+  mutable std::mutex placed_mutex_;
+  std::deque<PlacedMemory> placed_;
+  std::vector<std::atomic<int64_t>> stalls_;  // [local ranks, stages]
+
+  std::mutex record_mutex_;
+  std::deque<std::pair<int32_t, Timeline>> timelines_;
+
+  std::map<int32_t, std::unique_ptr<Device>> devices_;  // by first rank; last: joined first
+};
+
+// The ops, one file each.
+
+// plan.cc: histograms and publishes, derives the plan, rewrites routes, builds the send lists.
+void publish_counts(Domain& domain, const Invocation& invocation, int32_t rank, int32_t local_idx);
+void rewrite_routes(Domain& domain, Invocation& invocation, int32_t rank, int32_t local_idx);
+
+// replication.cc: copies the bundles that `rank` is to move, then says so.
+bool stage_bundles(Domain& domain, const Invocation& invocation, int32_t rank);
+bool replicate(Domain& domain, const Invocation& invocation, int32_t rank);
+
+// fused_moe.cc: expert tiles and combine of the device's ranks.
+bool fused_moe(Domain& domain, Invocation& invocation, const FusedCall& call, int32_t first_rank);
+void write_plan_outputs(Domain& domain, const Invocation& invocation, const PlanOutputs& outputs,
+                        bool ok);
+
+}  // namespace iser::cpu

@@ -1,0 +1,281 @@
+// fused_moe: dispatch by pull, expert tiles in slot order, combine.
+//
+// A rank lists the rows of a wave as (source, route) pairs in slot order and cuts them into tiles; a
+// tile reads its rows from the sources' token sections and writes them to the sources' combine
+// sections. Tiles of helper slots open once every rank is READY.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "ffi/cpu/domain.h"
+#include "ffi/cpu/pool.h"
+
+namespace iser::cpu {
+namespace {
+
+constexpr size_t kCombineTokens = 64;  // tokens a combine task takes
+
+struct Row {
+  int32_t source;
+  int32_t route;  // token * top_k + k
+};
+
+struct Tile {
+  int32_t slot;  // local
+  int32_t first, count;  // rows of the wave
+};
+
+// One wave of a rank: at most max_routes_per_rank rows.
+struct Wave {
+  std::vector<Row> rows;
+  std::vector<Tile> tiles;
+  size_t num_home_tiles = 0;
+};
+
+// Where the next wave of a rank begins.
+struct WavePosition {
+  int32_t slot = 0;
+  int32_t source = 0;
+  int32_t taken = 0;  // of that source's routes to that slot
+};
+
+float read_element(const uint8_t* row, size_t index, DType dtype) {
+  if (dtype == DType::kF32) return reinterpret_cast<const float*>(row)[index];
+  const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[index]) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+void write_element(uint8_t* row, size_t index, float value, DType dtype) {
+  if (dtype == DType::kF32) {
+    reinterpret_cast<float*>(row)[index] = value;
+    return;
+  }
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const bool is_nan = value != value;
+  bits += 0x7fff + (bits >> 16 & 1);  // to nearest, ties to even
+  reinterpret_cast<uint16_t*>(row)[index] = is_nan ? 0x7fc0 : static_cast<uint16_t>(bits >> 16);
+}
+
+void add_tiles(Wave& wave, int32_t slot, size_t first, size_t tile_rows) {
+  for (size_t at = first; at < wave.rows.size(); at += tile_rows) {
+    const size_t count = std::min(tile_rows, wave.rows.size() - at);
+    wave.tiles.push_back({slot, static_cast<int32_t>(at), static_cast<int32_t>(count)});
+  }
+}
+
+Wave next_wave(const Domain& domain, int32_t rank, WavePosition& position) {
+  const DomainShape& shape = domain.shape();
+  const size_t limit = domain.options.max_routes_per_rank;
+  const size_t tile_rows =
+      preferred_tile_rows(shape.hidden, shape.intermediate, domain.options.dtype);
+  Wave wave;
+  for (; position.slot < shape.slots.stride(); ++position.slot, position.source = 0) {
+    const int32_t physical = rank * shape.slots.stride() + position.slot;
+    const size_t first = wave.rows.size();
+    for (; position.source < shape.slots.num_ranks; ++position.source, position.taken = 0) {
+      const BlockView source = domain.block(position.source);
+      const int32_t* starts = source.section<int32_t>(Section::kSendStarts);
+      const int32_t* routes = source.section<int32_t>(Section::kSendRoutes);
+      int32_t at = starts[physical] + position.taken;
+      for (; at < starts[physical + 1] && wave.rows.size() < limit; ++at, ++position.taken) {
+        wave.rows.push_back({position.source, routes[at]});
+      }
+      if (at < starts[physical + 1]) break;  // the wave is full
+    }
+    add_tiles(wave, position.slot, first, tile_rows);
+    if (position.slot < shape.slots.num_home()) wave.num_home_tiles = wave.tiles.size();
+    if (position.source < shape.slots.num_ranks) break;
+  }
+  return wave;
+}
+
+std::byte* thread_scratch(size_t bytes) {
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<std::byte, Free> scratch;
+  thread_local size_t size = 0;
+  if (size < bytes) {
+    size = align_up(bytes, 64);
+    scratch.reset(static_cast<std::byte*>(std::aligned_alloc(64, size)));
+  }
+  return scratch.get();
+}
+
+// What the tiles of one rank need beside their rows.
+struct TileRunner {
+  Domain& domain;
+  const Invocation& invocation;
+  const FusedCall& call;
+  int32_t rank;
+  int32_t local_idx;
+
+  void weights_of(int32_t slot, ExpertTile& tile) const {
+    const DomainShape& shape = domain.shape();
+    const int32_t home = shape.slots.num_home();
+    const uint8_t* planes[3];
+    if (slot < home) {
+      const size_t at = static_cast<size_t>(local_idx * home + slot) * shape.plane_bytes();
+      for (int i = 0; i < 3; ++i) planes[i] = invocation.call.weights[i] + at;
+    } else {
+      const uint8_t* bundle = domain.block(rank).helper(
+          shape, domain.bank_of(invocation.call.layer), slot - home);
+      for (int i = 0; i < 3; ++i) planes[i] = bundle + i * shape.plane_bytes();
+    }
+    tile.gate = planes[0], tile.up = planes[1], tile.down = planes[2];
+  }
+
+  void run(const Wave& wave, size_t index) const {
+    const DomainShape& shape = domain.shape();
+    const Tile& tile = wave.tiles[index];
+    const int64_t begin = thread_cpu_ns();
+    std::vector<const void*> rows(tile.count);
+    std::vector<void*> out_rows(tile.count);
+    for (int32_t i = 0; i < tile.count; ++i) {
+      const Row& row = wave.rows[tile.first + i];
+      const BlockView source = domain.block(row.source);
+      rows[i] = source.section<uint8_t>(Section::kTokens) +
+                shape.token_bytes() * (row.route / shape.top_k);
+      out_rows[i] = source.section<uint8_t>(Section::kCombine) + shape.token_bytes() * row.route;
+    }
+    ExpertTile expert{rows.data(),  out_rows.data(),    tile.count,          nullptr, nullptr,
+                      nullptr,      shape.hidden,       shape.intermediate,  domain.options.dtype};
+    weights_of(tile.slot, expert);
+    expert_tile(expert, thread_scratch(expert_tile_scratch_bytes(
+                            shape.hidden, shape.intermediate, tile.count, expert.dtype)));
+    domain.charge(invocation.call.layer, rank, thread_cpu_ns() - begin, tile.count);
+    report(wave, tile);
+  }
+
+  // Tells each source how many of its routes are done; rows of a tile are grouped by source.
+  void report(const Wave& wave, const Tile& tile) const {
+    for (int32_t i = 0; i < tile.count;) {
+      const int32_t source = wave.rows[tile.first + i].source;
+      uint32_t count = 0;
+      for (; i < tile.count && wave.rows[tile.first + i].source == source; ++i) ++count;
+      RankWords* words = domain.block(source).words();
+      if (add_release(&words->routes_done, count) == words->routes_expected) {
+        wake_all(&words->routes_done);
+      }
+    }
+  }
+};
+
+void publish_tokens(Domain& domain, const Invocation& invocation, const FusedCall& call,
+                    int32_t rank, int32_t local_idx) {
+  const DomainShape& shape = domain.shape();
+  const BlockView block = domain.block(rank);
+  const size_t bytes = shape.token_bytes() * invocation.call.num_tokens;
+  if (domain.options.poison) {  // 0xffff is a NaN in every dtype
+    for (Section section : {Section::kTokens, Section::kCombine}) {
+      std::memset(block.section<uint8_t>(section), 0xff,
+                  domain.layout.bytes[static_cast<int>(section)]);
+    }
+    if (bytes > 0) std::memset(call.y + local_idx * bytes, 0xff, bytes);
+  }
+  if (bytes > 0) {
+    std::memcpy(block.section<uint8_t>(Section::kTokens), call.x + local_idx * bytes, bytes);
+  }
+  RankWords* words = block.words();
+  words->routes_expected = static_cast<uint32_t>(
+      block.section<int32_t>(Section::kSendStarts)[shape.slots.num_slots()]);
+  store_release(&words->routes_done, 0);
+  domain.arrive(Stage::kDispatch, rank, invocation.generation);
+}
+
+// y[t] = sum over k, in order, of weight * expert output, in f32; padding adds nothing.
+void combine_tokens(const Domain& domain, const Invocation& invocation, const FusedCall& call,
+                    int32_t rank, int32_t local_idx, size_t first, size_t last) {
+  const DomainShape& shape = domain.shape();
+  const DType dtype = domain.options.dtype;
+  const uint8_t* outputs = domain.block(rank).section<uint8_t>(Section::kCombine);
+  const size_t row0 = static_cast<size_t>(local_idx) * invocation.call.num_tokens;
+  std::vector<float> sum(shape.hidden);
+  for (size_t t = first; t < last; ++t) {
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      const size_t route = t * shape.top_k + k;
+      if (invocation.route_slot[row0 * shape.top_k + route] < 0) continue;
+      const float weight = call.topk_weights[row0 * shape.top_k + route];
+      const uint8_t* row = outputs + route * shape.token_bytes();
+      for (int32_t d = 0; d < shape.hidden; ++d) sum[d] += weight * read_element(row, d, dtype);
+    }
+    uint8_t* out = call.y + (row0 + t) * shape.token_bytes();
+    for (int32_t d = 0; d < shape.hidden; ++d) write_element(out, d, sum[d], dtype);
+  }
+}
+
+bool plans_agree(Domain& domain, const Invocation& invocation, int32_t rank) {
+  for (int32_t r = 0; r < domain.shape().slots.num_ranks; ++r) {
+    const uint64_t hash = domain.block(r).words()->plan_hash;
+    if (hash == invocation.plan->hash) continue;
+    domain.fail({static_cast<int32_t>(ErrorCode::kPlanMismatch), rank, r, invocation.call.layer,
+                 static_cast<int32_t>(Stage::kReady), invocation.generation,
+                 invocation.plan->hash, hash});
+    return false;
+  }
+  return true;
+}
+
+// All waves of the device's ranks; helper tiles open behind READY.
+bool run_tiles(Domain& domain, Invocation& invocation, const FusedCall& call, int32_t first_rank) {
+  const int32_t ranks = domain.options.ranks_per_device;
+  Pool& pool = Pool::shared();
+  std::vector<WavePosition> positions(ranks);
+  bool is_ready = false, ok = true;
+  for (bool more = true; more && ok;) {
+    more = false;
+    std::vector<Wave> waves(ranks);
+    std::vector<std::shared_ptr<Batch>> batches;
+    for (int32_t v = 0; v < ranks; ++v) {
+      Wave& wave = waves[v] = next_wave(domain, first_rank + v, positions[v]);
+      more |= positions[v].slot < domain.shape().slots.stride();
+      const TileRunner runner{domain, invocation, call, first_rank + v, v};
+      batches.push_back(pool.submit(wave.tiles.size(),
+                                    is_ready ? wave.tiles.size() : wave.num_home_tiles,
+                                    [runner, &wave](size_t i) { runner.run(wave, i); }));
+    }
+    if (!is_ready) {
+      ok = domain.wait(Stage::kReady, first_rank, invocation) &&
+           plans_agree(domain, invocation, first_rank);
+      invocation.times.ready_seen = now_ns();
+      is_ready = true;
+    }
+    for (const auto& batch : batches) ok ? pool.open_all(*batch) : pool.cancel(*batch);
+    for (const auto& batch : batches) pool.wait(*batch);
+  }
+  return ok;
+}
+
+}  // namespace
+
+bool fused_moe(Domain& domain, Invocation& invocation, const FusedCall& call, int32_t first_rank) {
+  const int32_t ranks = domain.options.ranks_per_device;
+  const size_t tokens = invocation.call.num_tokens;
+  bool ok = !domain.has_failed() && invocation.plan != nullptr;
+  if (ok) {
+    for (int32_t v = 0; v < ranks; ++v) {
+      publish_tokens(domain, invocation, call, first_rank + v, v);
+    }
+    ok = domain.wait(Stage::kDispatch, first_rank, invocation) &&
+         run_tiles(domain, invocation, call, first_rank);
+  }
+  for (int32_t v = 0; ok && v < ranks; ++v) ok = domain.wait_combined(first_rank + v, invocation);
+  if (!ok) {
+    std::memset(call.y, 0xff, ranks * tokens * domain.shape().token_bytes());
+    return false;
+  }
+  const size_t chunks = (tokens + kCombineTokens - 1) / kCombineTokens;
+  Pool::shared().run(ranks * chunks, [&](size_t task) {
+    const int32_t v = static_cast<int32_t>(task / chunks);
+    const size_t first = task % chunks * kCombineTokens;
+    combine_tokens(domain, invocation, call, first_rank + v, v, first,
+                   std::min(tokens, first + kCombineTokens));
+  });
+  return true;
+}
+
+}  // namespace iser::cpu

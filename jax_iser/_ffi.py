@@ -1,0 +1,30 @@
+"""Registration of the XLA FFI calls, and the one place for differences between jax versions."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_iser import _iser
+
+TARGETS = {name: f"jax_iser.{name}" for name in ("start", "fused_moe", "plan")}
+
+
+def _register():
+    calls = _iser.cpu_calls()
+    for name, target in TARGETS.items():
+        jax.ffi.register_ffi_target(target, calls[name], platform="cpu")
+
+
+_register()
+
+
+def call(name, results, *operands, aliases=None):
+    """Calls an op with no attributes: whatever may change between programs is an operand."""
+    return jax.ffi.ffi_call(TARGETS[name], results, input_output_aliases=aliases or {})(*operands)
+
+
+def key_value_client():
+    """The key-value client of `jax.distributed`, or None in a single process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -1,0 +1,133 @@
+"""The sizes and knobs of a Domain, validated once and alike on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_iser.planner import check_plan_knobs
+
+DTYPES = {"float32": 4, "bfloat16": 2}
+BANKS = ("shared", "per_layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainConfig:
+    """Sizes, layout and knobs of a Domain; hashable, part of every compiled program.
+
+    Attributes:
+      num_ranks: ranks `P` of the EP group, 1 to 72.
+      num_experts: experts `E` of a layer, divisible by `num_ranks`, at most 1,024.
+      top_k: experts `K` a token goes to.
+      hidden_size, intermediate_size: `D` and `I` of an expert.
+      max_tokens_per_rank: the most tokens a rank brings to a call.
+      ranks_per_device: ranks that share a device; they are consecutive.
+      num_helper_slots: helper slots `S` of a rank, 0 to 16.
+      dtype: of tokens and expert weights, `"float32"` or `"bfloat16"`.
+      num_layers: layers that use the Domain; `layer` operands are below it.
+      bank: `"shared"`: layer i uses helper bank `i mod 2`; `"per_layer"`: its own.
+      min_group_size: ranks of the smallest group below the all-rank one: 4, 2 or 1.
+      min_routes: a placement that would move fewer routes is skipped.
+      gain_threshold: nothing is planned below this imbalance, in thousandths.
+      resident: replicas stay between calls and are not copied again while a plan wants them in
+        the same place; needs `bank="per_layer"`.
+      copy_rule: `"owner_direct"`, `"sami"`, or `"per_slot"` (the paper's mix of both).
+      max_routes_per_rank: rows a rank computes at a time; more are computed in waves. Default:
+        `2 * max_tokens_per_rank * top_k`.
+      timeout_s: limit of each wait for a peer. startup_timeout_s: the same in the first call.
+      poison: fill token, combine and output buffers with NaN before each call (for tests).
+    """
+
+    num_ranks: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    max_tokens_per_rank: int
+    ranks_per_device: int = 1
+    num_helper_slots: int = 4
+    dtype: str = "float32"
+    num_layers: int = 1
+    bank: str = "shared"
+    min_group_size: int = 4
+    min_routes: int = 0
+    gain_threshold: int = 0
+    resident: bool = False
+    copy_rule: str = "owner_direct"
+    max_routes_per_rank: int | None = None
+    timeout_s: float = 120.0
+    startup_timeout_s: float = 600.0
+    poison: bool = False
+
+    def __post_init__(self):
+        check_plan_knobs(
+            self.num_ranks,
+            self.num_experts,
+            self.num_helper_slots,
+            self.min_group_size,
+            self.min_routes,
+            self.gain_threshold,
+            self.copy_rule,
+        )
+        self._check_sizes()
+        self._check_choices()
+        if self.max_routes_per_rank is None:
+            routes = max(1, 2 * self.max_tokens_per_rank * self.top_k)
+            object.__setattr__(self, "max_routes_per_rank", routes)
+
+    def _check_sizes(self):
+        names = ("top_k", "hidden_size", "intermediate_size", "ranks_per_device", "num_layers")
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is below 1")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}")
+        if self.max_tokens_per_rank < 0:
+            raise ValueError(f"max_tokens_per_rank={self.max_tokens_per_rank} is below 0")
+        if self.num_ranks % self.ranks_per_device:
+            raise ValueError(
+                f"num_ranks={self.num_ranks} is not divisible by "
+                f"ranks_per_device={self.ranks_per_device}"
+            )
+        routes = self.num_ranks * self.max_tokens_per_rank * self.top_k
+        if routes >= 2**31:
+            raise ValueError(
+                f"{self.num_ranks} ranks x {self.max_tokens_per_rank} tokens x top_k={self.top_k} "
+                f"are {routes} routes a call, at most {2**31 - 1} are taken; lower "
+                "max_tokens_per_rank"
+            )
+
+    def _check_choices(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.bank not in BANKS:
+            raise ValueError(f"bank={self.bank!r} is not one of {', '.join(BANKS)}")
+        if self.resident and self.bank != "per_layer":
+            raise ValueError(
+                f"resident=True needs bank='per_layer', got bank={self.bank!r}: shared banks are "
+                "overwritten by the next layers"
+            )
+        if self.max_routes_per_rank is not None and self.max_routes_per_rank < 1:
+            raise ValueError(f"max_routes_per_rank={self.max_routes_per_rank} is below 1")
+        for name in ("timeout_s", "startup_timeout_s"):
+            if not 0 < getattr(self, name) <= 1e9:
+                raise ValueError(f"{name}={getattr(self, name)} is outside (0, 1e9] seconds")
+
+    @property
+    def num_home(self) -> int:
+        """Home experts `H` of a rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on the Domain's axis."""
+        return self.num_ranks // self.ranks_per_device
+
+    @property
+    def num_banks(self) -> int:
+        """Helper banks of a rank."""
+        return self.num_layers if self.bank == "per_layer" else min(2, self.num_layers)
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Bytes of one expert: its gate, up and down planes."""
+        return 3 * self.hidden_size * self.intermediate_size * DTYPES[self.dtype]

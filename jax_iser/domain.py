@@ -1,0 +1,306 @@
+"""The Domain: symmetric memory and membership of an expert-parallel group."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import weakref
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_iser import _bootstrap, _iser
+from jax_iser.config import DTYPES, DomainConfig
+from jax_iser.errors import IserError
+from jax_iser.planner import COPY_RULES
+
+_open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DomainHandle:
+    """What a program takes of a Domain: an argument of the jitted function, never a constant.
+
+    Attributes:
+      words: `[devices, 4] u32`, sharded over the Domain's axis: id, first rank of the device,
+        a magic number, 0.
+      config: the Domain's `DomainConfig`, static.
+    """
+
+    words: jax.Array
+    config: DomainConfig = dataclasses.field(metadata={"static": True})
+
+
+class Domain:
+    """Symmetric memory, threads and state of the ranks along one mesh axis.
+
+    Made once, eagerly, outside jit. Use it as a context manager: leaving it is a barrier, then
+    releases everything, and raises `IserError` if the Domain has failed.
+
+    Args:
+      mesh: a `jax.sharding.Mesh`; its devices belong to one host (CPU).
+      axis: the expert-parallel axis; other axes of `mesh` must have size 1.
+      ranks_per_device: ranks on each device; `P = axis size * ranks_per_device`.
+      **sizes: the other fields of `DomainConfig`.
+
+    Attributes:
+      config: the validated `DomainConfig`.
+      handle: the `DomainHandle` that programs take. Two Domains of equal sizes share compiled
+        programs.
+
+    Raises:
+      ValueError, TypeError: sizes that do not fit, naming both values.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> with Domain(mesh, "ep", ranks_per_device=4, num_experts=8, top_k=2, hidden_size=16,
+      ...             intermediate_size=32, max_tokens_per_rank=64) as domain:
+      ...     domain.config.num_ranks
+      4
+    """
+
+    def __init__(self, mesh, axis: str = "ep", *, ranks_per_device: int = 1, **sizes):
+        _check_mesh(mesh, axis)
+        self.mesh, self.axis = mesh, axis
+        self.config = DomainConfig(
+            num_ranks=mesh.shape[axis] * ranks_per_device,
+            ranks_per_device=ranks_per_device,
+            **sizes,
+        )
+        self._devices = list(mesh.devices.flat)
+        self._shape = _shape_of(self.config, _bootstrap.process_count(self._devices) > 1)
+        self._members = _bootstrap.connect(
+            self._devices, ranks_per_device, self._shape.segment_bytes, self.config
+        )
+        self._id = _iser.create_domain(
+            _options_of(self.config, self._shape), self._members.specs, self._members.local
+        )
+        self._is_open, self._num_placed = True, 0
+        self.handle = DomainHandle(self._place_words(), self.config)
+        _open_domains.add(self)
+        self._members.barrier("made", self.config.startup_timeout_s)
+
+    def _place_words(self):
+        ranks = self.config.ranks_per_device
+        rows = [
+            np.array([[self._id, i * ranks, _iser.HANDLE_MAGIC, 0]], np.uint32)
+            for i in range(len(self._devices))
+        ]
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        local = [
+            jax.device_put(row, device)
+            for row, device in zip(rows, self._devices, strict=True)
+            if device.process_index == jax.process_index()
+        ]
+        return jax.make_array_from_single_device_arrays((len(rows), 4), sharding, local)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the Domain can be used; a failed one is still open."""
+        return self._is_open
+
+    def __enter__(self) -> Domain:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close(check=kind is None)
+
+    def close(self, *, check: bool = True, wait_s: float = 10.0) -> None:
+        """Waits for calls in flight and for the other processes, then releases everything.
+
+        Args:
+          check: raise `IserError` if the Domain has failed.
+          wait_s: how long calls in flight may take before they are failed.
+        """
+        if not self._is_open:
+            return
+        failure = self._failure()
+        if failure is None:
+            self._members.barrier("closing", self.config.timeout_s)
+        self._is_open = False
+        _open_domains.discard(self)
+        _iser.close_domain(self._id, wait_s if failure is None else 0.0)
+        self._members.close()
+        if check and failure is not None:
+            raise failure
+
+    def _failure(self) -> IserError | None:
+        fields = _iser.describe_error(self._id)
+        text = fields.pop("text")
+        return IserError(text, **fields) if fields["code"] else None
+
+    def check(self) -> None:
+        """Raises `IserError` if the Domain has failed, or its guard words were overwritten.
+
+        Block on results first: a call still in flight may yet fail.
+        """
+        self._require_open()
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    def _require_open(self):
+        if not self._is_open:
+            raise ValueError("this Domain is closed; make a new one")
+
+    def describe(self) -> dict:
+        """Sizes: `config`, `bytes_per_rank` by section, `bytes_total` and `processes`."""
+        return describe(self.config, len(self._members.specs))
+
+    def busy(self, *, reset: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """CPU time in expert tiles, and rows computed, since made or last reset.
+
+        Returns:
+          `(seconds, rows)`, both `[num_layers, ranks of this process]`, f64 and i64. Seconds are
+          the thread's CPU clock, so ranks that share cores do not disturb each other's.
+        """
+        self._require_open()
+        ns, rows = _iser.read_busy(self._id, reset)
+        shape = (self.config.num_layers, -1)
+        return np.reshape(ns, shape) / 1e9, np.reshape(rows, shape)
+
+    def timelines(self) -> list[Timeline]:
+        """Moments of the last calls (4,096 at most), oldest first, by device of this process."""
+        self._require_open()
+        return [Timeline(*row) for row in _iser.read_timelines(self._id)]
+
+    def place(self, weights):
+        """Puts expert weights where every process of the Domain can read them in place.
+
+        Within one process this is a plain placement on the mesh. Across processes the arrays live
+        in shared memory, which they keep alive past the Domain; without it owners copy a bundle
+        aside before other processes pull it.
+
+        Args:
+          weights: a pytree of arrays with the experts of all ranks, `[E, ...]` (or stacked
+            `[L, E, ...]`, rank 4), equal on all processes.
+
+        Returns:
+          The same tree of `jax.Array`s, sharded over the experts.
+
+        Raises:
+          ValueError: an array whose expert axis is not `num_experts` long.
+        """
+        self._require_open()
+        return jax.tree.map(self._place_array, weights)
+
+    def _place_array(self, array):
+        array = np.asarray(array)
+        axis = array.ndim - 3
+        if array.ndim not in (3, 4) or array.shape[axis] != self.config.num_experts:
+            raise ValueError(
+                f"weights of shape {array.shape} do not have num_experts="
+                f"{self.config.num_experts} on axis {axis}; pass [E, ...] or [L, E, ...]"
+            )
+        spec = PartitionSpec(*[None] * axis, self.axis)
+        sharding = NamedSharding(self.mesh, spec)
+        if len(self._members.specs) == 1:
+            return jax.device_put(array, sharding)
+        self._num_placed += 1
+        return self._members.place(self._id, array, sharding, self._num_placed)
+
+    def helper(self, rank: int, layer: int, helper_idx: int) -> bytes:
+        """The bytes of a helper slot: gate, up and down planes of the replica it holds."""
+        self._require_open()
+        return _iser.read_helper(self._id, rank, layer % self.config.num_banks, helper_idx)
+
+    def stall(self, rank: int, stage: str, seconds: float) -> None:
+        """Delays the rank's next arrival at a stage: for tests of what a late rank does."""
+        self._require_open()
+        _iser.stall(self._id, rank, STAGES.index(stage), seconds)
+
+
+STAGES = ("counts", "staging", "dispatch", "READY")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """One call on one device; times are `time.monotonic_ns()`.
+
+    `started`: start was called. `planned`: its plan was known. `copy_begin`, `copy_end`: the
+    device's copies, READY included. `fused_called`: fused_moe was called, so the shared expert had
+    ended. `ready_seen`: every rank was READY. `finished`: the output was complete.
+    """
+
+    first_rank: int
+    generation: int
+    layer: int
+    started: int
+    planned: int
+    copy_begin: int
+    copy_end: int
+    fused_called: int
+    ready_seen: int
+    finished: int
+
+
+def describe(config: DomainConfig, num_processes: int = 1) -> dict:
+    """Bytes a Domain of `config` takes, before it is made."""
+    sections = dict(_shape_of(config, num_processes > 1).section_sizes())
+    total = sections.pop("total") * config.num_ranks
+    return {
+        "config": dataclasses.asdict(config),
+        "bytes_per_rank": sections,
+        "bytes_total": total,
+        "processes": num_processes,
+    }
+
+
+def _shape_of(config, is_multi_process):
+    return _iser.DomainShape(
+        num_ranks=config.num_ranks,
+        num_experts=config.num_experts,
+        num_helper_slots=config.num_helper_slots,
+        top_k=config.top_k,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        max_tokens=config.max_tokens_per_rank,
+        element_bytes=DTYPES[config.dtype],
+        num_banks=config.num_banks,
+        num_staged=min(config.num_helper_slots, config.num_home) if is_multi_process else 0,
+    )
+
+
+def _options_of(config, shape):
+    return _iser.DomainOptions(
+        shape=shape,
+        is_bf16=config.dtype == "bfloat16",
+        min_group_size=config.min_group_size,
+        min_routes=config.min_routes,
+        gain_threshold=config.gain_threshold,
+        copy_rule=COPY_RULES.index(config.copy_rule),
+        resident=config.resident,
+        num_layers=config.num_layers,
+        ranks_per_device=config.ranks_per_device,
+        max_routes_per_rank=config.max_routes_per_rank,
+        timeout_s=config.timeout_s,
+        startup_timeout_s=config.startup_timeout_s,
+        poison=config.poison,
+    )
+
+
+def _check_mesh(mesh, axis):
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh")
+    if axis not in mesh.shape:
+        raise ValueError(f'axis "{axis}" is not among the mesh axes {tuple(mesh.axis_names)}')
+    others = {name: size for name, size in mesh.shape.items() if name != axis and size > 1}
+    if others:
+        raise ValueError(
+            f'a Domain spans axis "{axis}" alone, but the mesh also has {others}; make one Domain '
+            "for each group with a mesh of its devices"
+        )
+    platforms = {device.platform for device in mesh.devices.flat}
+    if platforms != {"cpu"}:
+        raise ValueError(
+            f"the mesh has devices of platform {', '.join(sorted(platforms))}; this build has the "
+            'fused method on cpu, use method="reference" elsewhere'
+        )
+
+
+@atexit.register
+def _close_all():
+    for domain in list(_open_domains):
+        domain.close(check=False, wait_s=1.0)

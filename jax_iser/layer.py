@@ -1,0 +1,98 @@
+"""`moe_layer`: one MoE layer on one device, for use inside `shard_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jax_iser.fused_moe import fused_moe
+from jax_iser.planner import Plan
+from jax_iser.replication import ExpertWeights, start
+
+METHODS = ("fused", "reference")
+
+__all__ = ["METHODS", "ExpertWeights", "moe_layer"]
+
+
+def moe_layer(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    weights: ExpertWeights,
+    domain=None,
+    *,
+    layer=0,
+    weights_version=0,
+    shared_expert: Callable[[jax.Array], jax.Array] | None = None,
+    method: str = "fused",
+    balance: str = "haloq",
+    axis_name: str | None = None,
+) -> tuple[jax.Array, Plan]:
+    """Routed experts plus the shared one, balanced over the ranks of the Domain.
+
+    The order is data: `start` passes `x` on to the shared expert, whose output `fused_moe` takes,
+    so the copies of hot experts run beside the shared expert on every platform.
+
+    Args:
+      x: `[tokens, D]`, the rows of this device's ranks, rank by rank.
+      topk_ids: `[tokens, K] i32`; ids outside `[0, E)` are padding and contribute 0.
+      topk_weights: `[tokens, K] f32`.
+      weights: this device's experts, `[V*H, I, D]` (down `[V*H, D, I]`), or stacked
+        `[L, V*H, ...]` with `layer`.
+      domain: the device's part of a `DomainHandle`; may be None for `method="reference"`.
+      layer: int or i32 scalar, may be traced.
+      weights_version: i32 scalar, for `resident=True`.
+      shared_expert: callable `[tokens, D] -> [tokens, D]`; its output is added.
+      method: `"fused"`, or `"reference"`: plain JAX on any platform.
+      balance: `"haloq"`, or `"none"`.
+      axis_name: the mapped axis of the ranks; needed for `"reference"` and for gradients with
+        more than one device.
+
+    Returns:
+      `(y [tokens, D] of x's dtype, Plan)`. With `"fused"`, `y` has the same bits whatever the
+      plan. Gradients of `"fused"` recompute through the reference.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, naming both values.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}")
+    if method == "reference":
+        from jax_iser.reference.layer import moe_layer as reference
+
+        return reference(
+            x,
+            topk_ids,
+            topk_weights,
+            weights,
+            domain,
+            layer=layer,
+            shared_expert=shared_expert,
+            balance=balance,
+            axis_name=axis_name,
+        )
+    if domain is None:
+        raise ValueError('method="fused" needs a Domain; pass domain.handle or use "reference"')
+    weights = ExpertWeights(*weights)
+    ticket, x = start(
+        x,
+        topk_ids,
+        weights,
+        domain,
+        layer=layer,
+        weights_version=weights_version,
+        balance=balance,
+    )
+    shared = None if shared_expert is None else shared_expert(x)
+    y, plan = fused_moe(
+        x,
+        topk_weights,
+        weights,
+        ticket,
+        after=shared,
+        topk_ids=topk_ids,
+        axis_name=axis_name,
+        layer=layer,
+    )
+    return y if shared is None else y + shared, plan

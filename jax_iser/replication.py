@@ -1,0 +1,182 @@
+"""`start`: plans a layer call and begins to copy its hot experts (paper section 4.3)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jax_iser import _ffi
+from jax_iser.domain import DomainHandle
+
+VMAP_REMEDY = (
+    "vmap over a jax_iser call is not supported: all ranks take part in each call; fold the mapped "
+    'axis into the tokens, or use method="reference"'
+)
+
+
+class ExpertWeights(NamedTuple):
+    """Expert weights of one device's ranks, or of all ranks outside `shard_map`.
+
+    Attributes:
+      gate, up: `[H, I, D]` per rank, each expert contiguous; stacked `[L, H, I, D]` with `layer`.
+      down: `[H, D, I]`, stacked `[L, H, D, I]`.
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+class Ticket(NamedTuple):
+    """What `start` gives to `fused_moe`: use it once.
+
+    Attributes:
+      words: `[4] u32`; names the Domain, the device and the invocation.
+      config: the Domain's `DomainConfig`.
+    """
+
+    words: jax.Array
+    config: object
+
+
+def not_mapped(call):
+    """`call`, with an error that names the remedy under `vmap`."""
+    wrapped = custom_vmap(call)
+
+    @wrapped.def_vmap
+    def raise_remedy(axis_size, in_batched, *args):
+        raise NotImplementedError(VMAP_REMEDY)
+
+    return wrapped
+
+
+def call_params(layer, weights_version, balance) -> jax.Array:
+    """Operand `[3] i32` of a call: layer, weights_version, whether to balance."""
+    values = (layer, weights_version, balance == "haloq")
+    return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
+
+
+@not_mapped
+def _start(words, params, topk_ids, x, gate, up, down):
+    results = (
+        jax.ShapeDtypeStruct((4,), jnp.uint32),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+    )
+    return _ffi.call("start", results, words, params, topk_ids, x, gate, up, down, aliases={3: 1})
+
+
+@jax.custom_vjp
+def _differentiable_start(words, params, topk_ids, x, weights):
+    return _start(words, params, topk_ids, x, *weights)
+
+
+def _start_forward(*args):
+    return _differentiable_start(*args), args
+
+
+def _start_backward(args, cotangents):
+    # The pass-through of x is the identity; weights get their gradient from fused_moe.
+    return (None, None, None, cotangents[1], jax.tree.map(jnp.zeros_like, args[4]))
+
+
+_differentiable_start.defvjp(_start_forward, _start_backward)
+
+
+def start(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    weights: ExpertWeights,
+    domain: DomainHandle,
+    *,
+    layer=0,
+    weights_version=0,
+    balance: str = "haloq",
+) -> tuple[Ticket, jax.Array]:
+    """Begins a layer call on this device: route counts are exchanged, hot experts copied.
+
+    Returns at once; planning and copying go on beside what the program does next. Every device of
+    the Domain must make the call.
+
+    Args:
+      x: `[tokens, D]`, passed through: what uses the returned one runs after this call, and beside
+        the copies.
+      topk_ids: `[tokens, K] i32`; ids outside `[0, E)` are padding.
+      weights: this device's `ExpertWeights`; `fused_moe` must get the same arrays.
+      domain: the device's part of a `DomainHandle`.
+      layer: int or i32 scalar below `num_layers`; selects stacked weights and the helper bank.
+      weights_version: i32; with `resident=True`, change it whenever the weights change.
+      balance: `"haloq"`, or `"none"` to copy nothing.
+
+    Returns:
+      The ticket for `fused_moe`, and x.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit the Domain.
+    """
+    check_start_arguments(x, topk_ids, weights, domain, balance)
+    params = call_params(layer, weights_version, balance)
+    words, x = _differentiable_start(domain.words, params, topk_ids, x, weights)
+    return Ticket(words, domain.config), x
+
+
+def check_start_arguments(x, topk_ids, weights, domain, balance) -> None:
+    """Raises ValueError or TypeError, naming both values, where operands do not fit."""
+    if not isinstance(domain, DomainHandle):
+        raise TypeError(
+            f"domain is a {type(domain).__name__}, expected a DomainHandle; pass domain.handle"
+        )
+    if balance not in ("haloq", "none"):
+        raise ValueError(f"balance={balance!r} is not one of haloq, none")
+    config = domain.config
+    if domain.words.shape[0] != 1:
+        raise ValueError(
+            f"the handle has {domain.words.shape[0]} rows, expected this device's one; call inside "
+            "shard_map with in_specs PartitionSpec(axis) for the handle"
+        )
+    check_tokens("x", x, config.hidden_size, config, config.dtype)
+    check_tokens("topk_ids", topk_ids, config.top_k, config, "int32")
+    if x.shape[0] != topk_ids.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} tokens, topk_ids has {topk_ids.shape[0]}")
+    check_weights(weights, config)
+
+
+def check_tokens(name, array, width, config, dtype) -> None:
+    """Checks `[ranks_per_device * tokens, width]` of `dtype` against the Domain's sizes."""
+    if array.ndim != 2 or array.shape[1] != width:
+        raise ValueError(f"{name} has shape {array.shape}, the Domain expects [tokens, {width}]")
+    if array.dtype != jnp.dtype(dtype):
+        raise TypeError(f"{name} is {array.dtype}, the Domain expects {dtype}; cast it")
+    ranks = config.ranks_per_device
+    if array.shape[0] % ranks:
+        raise ValueError(
+            f"{name} has {array.shape[0]} rows, not divisible by ranks_per_device={ranks}"
+        )
+    if array.shape[0] // ranks > config.max_tokens_per_rank:
+        raise ValueError(
+            f"{name} brings {array.shape[0] // ranks} tokens per rank, but the Domain was made for "
+            f"max_tokens_per_rank={config.max_tokens_per_rank}; make a larger Domain"
+        )
+
+
+def check_weights(weights, config) -> None:
+    """Checks the planes of one device's experts against the Domain's sizes."""
+    experts = config.ranks_per_device * config.num_home
+    wide = (experts, config.intermediate_size, config.hidden_size)
+    tall = (experts, config.hidden_size, config.intermediate_size)
+    stacks = {plane.shape[0] if plane.ndim == 4 else None for plane in weights}
+    if len(stacks) > 1:
+        raise ValueError(
+            f"gate, up, down have shapes {[plane.shape for plane in weights]}: stack all of them "
+            "over the same number of layers, or none"
+        )
+    for name, plane, shape in zip(("gate", "up", "down"), weights, (wide, wide, tall), strict=True):
+        if plane.ndim not in (3, 4) or plane.shape[-3:] != shape:
+            raise ValueError(
+                f"{name} has shape {plane.shape}, the Domain expects {shape} on each device "
+                "(with a leading layer axis when stacked)"
+            )
+        if plane.dtype != jnp.dtype(config.dtype):
+            raise TypeError(f"{name} is {plane.dtype}, the Domain expects {config.dtype}; cast it")
