@@ -82,7 +82,8 @@ const IsaKernels* from_environment() {
   if (name && !*name) name = nullptr;
   if (const IsaKernels* kernels = find(name)) return kernels;
   throw std::invalid_argument("ISER_CPU_ISA=" + std::string(name) +
-                              " is not available on this CPU; its choices are avx512, avx2, neon, portable, and the best one here is " +
+                              " is not available on this CPU; its choices are avx512, avx2, neon, "
+                              "portable, and the best one here is " +
                               find(nullptr)->name + ": unset it or use that");
 }
 
@@ -100,6 +101,7 @@ size_t expert_tile_scratch_bytes(int hidden, int intermediate, int max_rows, DTy
 size_t gemm_tn_scratch_bytes(int m, int k) { return sizeof(float) * ScratchLayout(m, k, 0).end; }
 
 void expert_tile(const ExpertTile& tile, std::byte* scratch) {
+  if (tile.num_rows == 0) return;
   const DefaultFloatMode mode;
   chosen().load(std::memory_order_relaxed)->expert_tile(tile, scratch);
 }

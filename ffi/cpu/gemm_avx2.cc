@@ -23,10 +23,13 @@ struct Vec {
   static Reg sub(Reg a, Reg b) { return _mm256_sub_ps(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
   static Reg div(Reg a, Reg b) { return _mm256_div_ps(a, b); }
-  static Reg min_keep_nan(Reg limit, Reg a) { return _mm256_min_ps(limit, a); }  // the second operand if either is NaN
+  static Reg min_keep_nan(Reg limit, Reg a) {
+    return _mm256_min_ps(limit, a);
+  }  // the second operand if either is NaN
   static Reg max_keep_nan(Reg limit, Reg a) { return _mm256_max_ps(limit, a); }
   static Reg half_pow2_of_shifted(Reg shifted) {
-    const __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(0x4b400000 - 126));
+    const __m256i n =
+        _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(0x4b400000 - 126));
     return _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
   }
   static Reg quiet_nan(Reg a) {

@@ -1,4 +1,5 @@
-// expert_tile with AVX-512: 12 weight rows x 32 tile rows a step. Compiled with -mavx512f -mavx512bw -mavx512vl -mfma.
+// expert_tile with AVX-512: 12 weight rows x 32 tile rows a step. Compiled with -mavx512f
+// -mavx512bw -mavx512vl -mfma.
 #include "ffi/cpu/gemm_isa.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -10,7 +11,8 @@
 #include <cstdint>
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own header starts results from an undefined register
+#pragma GCC diagnostic ignored \
+    "-Wmaybe-uninitialized"  // GCC's own header starts results from an undefined register
 #endif
 
 namespace iser::cpu {
@@ -27,14 +29,18 @@ struct Vec {
   static Reg sub(Reg a, Reg b) { return _mm512_sub_ps(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm512_mul_ps(a, b); }
   static Reg div(Reg a, Reg b) { return _mm512_div_ps(a, b); }
-  static Reg min_keep_nan(Reg limit, Reg a) { return _mm512_min_ps(limit, a); }  // the second operand if either is NaN
+  static Reg min_keep_nan(Reg limit, Reg a) {
+    return _mm512_min_ps(limit, a);
+  }  // the second operand if either is NaN
   static Reg max_keep_nan(Reg limit, Reg a) { return _mm512_max_ps(limit, a); }
   static Reg half_pow2_of_shifted(Reg shifted) {
-    const __m512i n = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x4b400000 - 126));
+    const __m512i n =
+        _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x4b400000 - 126));
     return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
   }
   static Reg quiet_nan(Reg a) {
-    return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+    return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q),
+                              _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
   }
   static Reg widen_bf16(const uint16_t* p) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

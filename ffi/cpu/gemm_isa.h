@@ -8,7 +8,8 @@ namespace iser::cpu {
 struct IsaKernels {
   const char* name;
   void (*expert_tile)(const ExpertTile& tile, std::byte* scratch);
-  void (*gemm_tn)(int m, int n, int k, const float* x, const float* w, float* c, std::byte* scratch);
+  void (*gemm_tn)(int m, int n, int k, const float* x, const float* w, float* c,
+                  std::byte* scratch);
 };
 
 // Null where the compiler's target has no such instructions.
@@ -17,10 +18,12 @@ extern const IsaKernels* const kAvx2Kernels;
 extern const IsaKernels* const kNeonKernels;
 extern const IsaKernels* const kPortableKernels;
 
-constexpr int kBlockDepth = 128;           // k per block: a panel's block of it stays in L1
-constexpr int kBlockRows = 96;             // weight rows per block: they and their sums stay in L2
-constexpr int kWeightStride = kBlockDepth + 16;  // floats; not a power of two, so that rows do not share cache sets
-constexpr int kMaxLanes = 16;              // rows of a tile are padded to the vector width, at most this
+constexpr int kBlockRows = 96;      // weight rows whose sums are kept at a time: T x 96 stay in L2
+constexpr int kBlockDepth = 512;    // k of a chunk of weights
+constexpr int kMaxRowsAtOnce = 12;  // weight rows of a chunk
+// Floats between a chunk's rows: not a power of two, so that they do not share cache sets.
+constexpr int kWeightStride = kBlockDepth + 16;
+constexpr int kMaxLanes = 16;  // rows of a tile are padded to the vector width, at most this
 
 constexpr size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
@@ -32,7 +35,7 @@ struct ScratchLayout {
         h(x + round_up(rows, kMaxLanes) * depth),
         sums(h + round_up(rows, kMaxLanes) * hidden_depth),
         weights(sums + round_up(rows, kMaxLanes) * kBlockRows),
-        end(weights + size_t{kBlockRows} * kWeightStride) {}
+        end(weights + size_t{kMaxRowsAtOnce} * kWeightStride) {}
 };
 
 }  // namespace iser::cpu

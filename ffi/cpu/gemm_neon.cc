@@ -26,8 +26,12 @@ struct Vec {
     const uint32x4_t n = vsubq_u32(vreinterpretq_u32_f32(shifted), vdupq_n_u32(0x4b400000 - 126));
     return vreinterpretq_f32_u32(vshlq_n_u32(n, 23));
   }
-  static Reg quiet_nan(Reg a) { return vbslq_f32(vceqq_f32(a, a), a, vreinterpretq_f32_u32(vdupq_n_u32(0x7fc00000))); }
-  static Reg widen_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+  static Reg quiet_nan(Reg a) {
+    return vbslq_f32(vceqq_f32(a, a), a, vreinterpretq_f32_u32(vdupq_n_u32(0x7fc00000)));
+  }
+  static Reg widen_bf16(const uint16_t* p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+  }
   static Reg round_bf16(Reg a) {
     const uint32x4_t bits = vreinterpretq_u32_f32(a);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));

@@ -1,5 +1,5 @@
-// expert_tile in standard C++, for CPUs without the instructions of the other files and as their reference. Slow where std::fma is
-// a library call; the bits are the same.
+// expert_tile in standard C++, for CPUs without the instructions of the other files and as their
+// reference. Slow where std::fma is a library call; the bits are the same.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -22,12 +22,15 @@ struct Vec {
   static Reg div(Reg a, Reg b) { return a / b; }
   static Reg min_keep_nan(Reg limit, Reg a) { return limit < a ? limit : a; }
   static Reg max_keep_nan(Reg limit, Reg a) { return limit > a ? limit : a; }
-  static Reg half_pow2_of_shifted(Reg shifted) { return from_bits((to_bits(shifted) - (0x4b400000u - 126u)) << 23); }
+  static Reg half_pow2_of_shifted(Reg shifted) {
+    return from_bits((to_bits(shifted) - (0x4b400000u - 126u)) << 23);
+  }
   static Reg quiet_nan(Reg a) { return a == a ? a : from_bits(0x7fc00000u); }
   static Reg widen_bf16(const uint16_t* p) { return from_bits(uint32_t{*p} << 16); }
   static Reg round_bf16(Reg a) {
     const uint32_t bits = to_bits(a);
-    return a == a ? from_bits((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u) : from_bits(0x7fc00000u);
+    return a == a ? from_bits((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u)
+                  : from_bits(0x7fc00000u);
   }
 
  private:

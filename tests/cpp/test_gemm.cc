@@ -1,5 +1,6 @@
-// expert_tile and gemm_tn: against double precision, and bit for bit over ISAs, tile heights, positions and threads.
-// Every buffer is poisoned before a call and fenced by guard words; build with -fsanitize=address,undefined to check reads as well.
+// expert_tile and gemm_tn: against double precision, and bit for bit over ISAs, tile heights,
+// positions and threads. Every buffer is poisoned before a call and fenced by guard words; build
+// with -fsanitize=address,undefined to check reads as well.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -47,7 +48,8 @@ std::vector<const char*> available_isas() {
   return names;
 }
 
-// A heap block of exactly `bytes` (the sanitizer sees the first byte past it), filled with values of `dtype`.
+// A heap block of exactly `bytes` (the sanitizer sees the first byte past it), filled with values
+// of `dtype`.
 class Values {
  public:
   Values(size_t count, DType dtype) : dtype_(dtype), bytes_(count * size_of(dtype)) {}
@@ -59,14 +61,16 @@ class Values {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     const uint16_t half = static_cast<uint16_t>(bits >> 16);  // truncation: inputs only
-    std::memcpy(at(i), dtype_ == DType::kF32 ? static_cast<const void*>(&bits) : &half, size_of(dtype_));
+    std::memcpy(at(i), dtype_ == DType::kF32 ? static_cast<const void*>(&bits) : &half,
+                size_of(dtype_));
   }
   double get(size_t i) const { return value_at(at(i), dtype_); }
   const char* at(size_t i) const { return bytes_.data() + i * size_of(dtype_); }
   char* at(size_t i) { return bytes_.data() + i * size_of(dtype_); }
   static double value_at(const void* p, DType dtype) {
     uint32_t bits = 0;
-    std::memcpy(reinterpret_cast<char*>(&bits) + (dtype == DType::kF32 ? 0 : 2), p, size_of(dtype));  // little endian
+    std::memcpy(reinterpret_cast<char*>(&bits) + (dtype == DType::kF32 ? 0 : 2), p,
+                size_of(dtype));  // little endian
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
@@ -100,14 +104,16 @@ std::vector<std::string> run_tile(const Expert& expert, const std::vector<const 
     std::memcpy(out.data() + 4 + row_bytes, &kGuard, 4);
     out_rows.push_back(out.data() + 4);
   }
-  const size_t bytes = expert_tile_scratch_bytes(expert.hidden, expert.intermediate, int(rows.size()), expert.dtype);
+  const size_t bytes =
+      expert_tile_scratch_bytes(expert.hidden, expert.intermediate, int(rows.size()), expert.dtype);
   auto* scratch = static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 64 + 63) / 64 * 64));
   std::memset(scratch, 0xff, bytes);
   std::memcpy(scratch + bytes, &kGuard, 4);
-  expert_tile({rows.data(), out_rows.data(), int(rows.size()), expert.gate.at(0), expert.up.at(0), expert.down.at(0),
-               expert.hidden, expert.intermediate, expert.dtype},
+  expert_tile({rows.data(), out_rows.data(), int(rows.size()), expert.gate.at(0), expert.up.at(0),
+               expert.down.at(0), expert.hidden, expert.intermediate, expert.dtype},
               scratch);
-  if (std::memcmp(scratch + bytes, &kGuard, 4)) fail("scratch guard overwritten, %zu rows", rows.size());
+  if (std::memcmp(scratch + bytes, &kGuard, 4))
+    fail("scratch guard overwritten, %zu rows", rows.size());
   std::free(scratch);
   std::vector<std::string> results;
   for (auto& out : outs) {
@@ -118,30 +124,37 @@ std::vector<std::string> run_tile(const Expert& expert, const std::vector<const 
   return results;
 }
 
-void expect_same(const std::string& got, const std::string& want, const Expert& expert, const char* what, int height, int row) {
+void expect_same(const std::string& got, const std::string& want, const Expert& expert,
+                 const char* what, int height, int row) {
   if (got == want) return;
   const size_t size = size_of(expert.dtype);
   size_t d = 0;
   while (!std::memcmp(&got[d * size], &want[d * size], size)) ++d;
-  fail("%s D=%d I=%d %s height %d row %d: first differs at d=%zu: got %.9g, expected %.9g", what, expert.hidden,
-       expert.intermediate, name_of(expert.dtype), height, row, d, Values::value_at(&got[d * size], expert.dtype),
+  fail("%s D=%d I=%d %s height %d row %d: first differs at d=%zu: got %.9g, expected %.9g", what,
+       expert.hidden, expert.intermediate, name_of(expert.dtype), height, row, d,
+       Values::value_at(&got[d * size], expert.dtype),
        Values::value_at(&want[d * size], expert.dtype));
 }
 
-// Checks one row against double precision. The bound is the first-order one of a sum of n products in any order, n * eps * sum
-// |a||b|, carried through silu (slope at most 1.1; exp and division within 8 eps) and through the roundings to dtype.
+// Checks one row against double precision. The bound is the first-order one of a sum of n products
+// in any order, n * eps * sum |a||b|, carried through silu (slope at most 1.1; exp and division
+// within 8 eps) and through the roundings to dtype.
 void check_row(const Expert& e, const Values& x, size_t row, const std::string& got) {
-  const double eps = std::ldexp(1.0, -24), unit = e.dtype == DType::kF32 ? eps : std::ldexp(1.0, -8);
+  const double eps = std::ldexp(1.0, -24),
+               unit = e.dtype == DType::kF32 ? eps : std::ldexp(1.0, -8);
   std::vector<double> h(e.intermediate), h_error(e.intermediate);
   for (int i = 0; i < e.intermediate; ++i) {
     double g = 0, u = 0, g_size = 0, u_size = 0;
     for (int k = 0; k < e.hidden; ++k) {
-      const double value = x.get(row * e.hidden + k), a = e.gate.get(size_t(i) * e.hidden + k), b = e.up.get(size_t(i) * e.hidden + k);
-      g += value * a, u += value * b, g_size += std::fabs(value * a), u_size += std::fabs(value * b);
+      const double value = x.get(row * e.hidden + k), a = e.gate.get(size_t(i) * e.hidden + k),
+                   b = e.up.get(size_t(i) * e.hidden + k);
+      g += value * a, u += value * b, g_size += std::fabs(value * a),
+          u_size += std::fabs(value * b);
     }
     const double s = g / (1 + std::exp(-g));
     h[i] = s * u;
-    h_error[i] = 1.1 * e.hidden * eps * g_size * std::fabs(u) + std::fabs(s) * e.hidden * eps * u_size + (unit + 10 * eps) * std::fabs(h[i]);
+    h_error[i] = 1.1 * e.hidden * eps * g_size * std::fabs(u) +
+                 std::fabs(s) * e.hidden * eps * u_size + (unit + 10 * eps) * std::fabs(h[i]);
   }
   for (int d = 0; d < e.hidden; ++d) {
     double y = 0, error = 0;
@@ -152,13 +165,15 @@ void check_row(const Expert& e, const Values& x, size_t row, const std::string& 
     error = 1.05 * (error + unit * std::fabs(y)) + 1e-37;
     const double value = Values::value_at(&got[d * size_of(e.dtype)], e.dtype);
     if (!(std::fabs(value - y) <= error))
-      fail("D=%d I=%d %s row %zu d=%d: got %.9g, expected %.9g within %.3g", e.hidden, e.intermediate, name_of(e.dtype), row, d,
-           value, y, error);
+      fail("D=%d I=%d %s row %zu d=%d: got %.9g, expected %.9g within %.3g", e.hidden,
+           e.intermediate, name_of(e.dtype), row, d, value, y, error);
   }
 }
 
-// Every row alone on the portable path is the reference; then all heights, rotated so that rows visit different positions.
-void test_sizes(const std::vector<const char*>& isas, int hidden, int intermediate, DType dtype, const std::vector<int>& heights) {
+// Every row alone on the portable path is the reference; then all heights, rotated so that rows
+// visit different positions.
+void test_sizes(const std::vector<const char*>& isas, int hidden, int intermediate, DType dtype,
+                const std::vector<int>& heights) {
   std::mt19937 random(hidden * 131 + intermediate);
   const int num_rows = heights.back();
   const Expert expert(hidden, intermediate, dtype, random);
@@ -174,9 +189,11 @@ void test_sizes(const std::vector<const char*>& isas, int hidden, int intermedia
     for (int height : heights) {
       const int shift = height * 5 % num_rows;
       std::vector<const void*> rows;
-      for (int i = 0; i < height; ++i) rows.push_back(x.at(size_t((i + shift) % num_rows) * hidden));
+      for (int i = 0; i < height; ++i)
+        rows.push_back(x.at(size_t((i + shift) % num_rows) * hidden));
       const auto results = run_tile(expert, rows);
-      for (int i = 0; i < height; ++i) expect_same(results[i], alone[(i + shift) % num_rows], expert, "height", height, i);
+      for (int i = 0; i < height; ++i)
+        expect_same(results[i], alone[(i + shift) % num_rows], expert, "height", height, i);
     }
   }
 }
@@ -199,7 +216,8 @@ void test_positions(const std::vector<const char*>& isas, DType dtype) {
   }
 }
 
-// NaN, infinity, huge and denormal rows: their neighbours keep their bits, NaN stays in its row, and flushing modes change nothing.
+// NaN, infinity, huge and denormal rows: their neighbours keep their bits, NaN stays in its row,
+// and flushing modes change nothing.
 void test_special_values(const std::vector<const char*>& isas, DType dtype) {
   std::mt19937 random(11);
   constexpr int kHidden = 33, kRows = 40;
@@ -222,10 +240,14 @@ void test_special_values(const std::vector<const char*>& isas, DType dtype) {
   }
   const uint32_t nan_bits = 0x7fc00000u;
   for (int d = 0; d < kHidden; ++d) {
-    if (std::memcmp(&alone[3][d * size_of(dtype)], reinterpret_cast<const char*>(&nan_bits) + 4 - size_of(dtype), size_of(dtype)))
-      fail("a NaN input must give the quiet NaN at d=%d, got %g", d, Values::value_at(&alone[3][d * size_of(dtype)], dtype));
-    if (Values::value_at(&alone[7][d * size_of(dtype)], dtype) != 0) fail("a zero row must give zeros at d=%d", d);
-    if (std::isnan(Values::value_at(&alone[8][d * size_of(dtype)], dtype))) fail("large finite rows must stay numbers at d=%d", d);
+    if (std::memcmp(&alone[3][d * size_of(dtype)],
+                    reinterpret_cast<const char*>(&nan_bits) + 4 - size_of(dtype), size_of(dtype)))
+      fail("a NaN input must give the quiet NaN at d=%d, got %g", d,
+           Values::value_at(&alone[3][d * size_of(dtype)], dtype));
+    if (Values::value_at(&alone[7][d * size_of(dtype)], dtype) != 0)
+      fail("a zero row must give zeros at d=%d", d);
+    if (std::isnan(Values::value_at(&alone[8][d * size_of(dtype)], dtype)))
+      fail("large finite rows must stay numbers at d=%d", d);
   }
   for (const char* isa : isas) {
     set_gemm_isa(isa);
@@ -235,10 +257,12 @@ void test_special_values(const std::vector<const char*>& isas, DType dtype) {
 #endif
     const auto results = run_tile(expert, rows);
 #if defined(__x86_64__)
-    if (_mm_getcsr() >> 6 != (saved | 0x8040 | 0x6000) >> 6) fail("the caller's float mode was not restored");
+    if (_mm_getcsr() >> 6 != (saved | 0x8040 | 0x6000) >> 6)
+      fail("the caller's float mode was not restored");
     _mm_setcsr(saved);
 #endif
-    for (int row = 0; row < kRows; ++row) expect_same(results[row], alone[row], expert, "special", kRows, row);
+    for (int row = 0; row < kRows; ++row)
+      expect_same(results[row], alone[row], expert, "special", kRows, row);
   }
 }
 
@@ -258,8 +282,10 @@ void test_silu(const std::vector<const char*>& isas) {
       x.set(0, 1);
       const double got = Values::value_at(run_tile(expert, {x.at(0)})[0].data(), DType::kF32);
       const double want = double(g) / (1 + std::exp(-double(g)));
-      // 4 ulp; below -88 the sum 1 + exp overflows in f32 and the result is -0 instead of some -1e-37.
-      if (!(std::fabs(got - want) <= std::ldexp(std::fabs(want), -22) + 1e-36)) fail("silu(%.9g) = %.9g, expected %.9g", double(g), got, want);
+      // 4 ulp; below -88 the sum 1 + exp overflows in f32 and the result is -0 instead of some
+      // -1e-37.
+      if (!(std::fabs(got - want) <= std::ldexp(std::fabs(want), -22) + 1e-36))
+        fail("silu(%.9g) = %.9g, expected %.9g", double(g), got, want);
     }
   }
 }
@@ -267,25 +293,31 @@ void test_silu(const std::vector<const char*>& isas) {
 // gemm_tn has one exact answer: the scalar chain of fused multiply-adds.
 void test_gemm_tn(const std::vector<const char*>& isas) {
   std::mt19937 random(3);
-  const int sizes[][3] = {{1, 1, 1}, {5, 3, 2}, {33, 100, 129}, {97, 13, 300}, {400, 20, 31}, {0, 4, 4}};
+  const int sizes[][3] = {{1, 1, 1},     {5, 3, 2},     {33, 100, 129},
+                          {97, 13, 300}, {400, 20, 31}, {0, 4, 4}};
   for (const auto& [m, n, k] : sizes) {
-    const Values x(size_t(m) * k, DType::kF32, random, 1.0f), w(size_t(n) * k, DType::kF32, random, 1.0f);
+    const Values x(size_t(m) * k, DType::kF32, random, 1.0f),
+        w(size_t(n) * k, DType::kF32, random, 1.0f);
     std::vector<float> want(size_t(m) * n, 0.0f);
     for (int i = 0; i < m; ++i)
       for (int j = 0; j < n; ++j)
         for (int l = 0; l < k; ++l)
-          want[size_t(i) * n + j] = std::fma(float(w.get(size_t(j) * k + l)), float(x.get(size_t(i) * k + l)), want[size_t(i) * n + j]);
+          want[size_t(i) * n + j] =
+              std::fma(float(w.get(size_t(j) * k + l)), float(x.get(size_t(i) * k + l)),
+                       want[size_t(i) * n + j]);
     for (const char* isa : isas) {
       set_gemm_isa(isa);
       std::vector<float> got(size_t(m) * n, std::nanf(""));
       const size_t bytes = gemm_tn_scratch_bytes(m, k);
       auto* scratch = static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
       std::memset(scratch, 0xff, bytes);
-      gemm_tn(m, n, k, reinterpret_cast<const float*>(x.at(0)), reinterpret_cast<const float*>(w.at(0)), got.data(), scratch);
+      gemm_tn(m, n, k, reinterpret_cast<const float*>(x.at(0)),
+              reinterpret_cast<const float*>(w.at(0)), got.data(), scratch);
       std::free(scratch);
       for (size_t i = 0; i < got.size(); ++i)
         if (std::memcmp(&got[i], &want[i], 4)) {
-          fail("gemm_tn %dx%dx%d differs at (%zu, %zu): got %.9g, expected %.9g", m, n, k, i / n, i % n, double(got[i]), double(want[i]));
+          fail("gemm_tn %dx%dx%d differs at (%zu, %zu): got %.9g, expected %.9g", m, n, k, i / n,
+               i % n, double(got[i]), double(want[i]));
           break;
         }
     }
@@ -319,7 +351,8 @@ void test_environment() {
       try {
         _exit(std::strcmp(gemm_isa(), value) ? 1 : 0);
       } catch (const std::invalid_argument& error) {
-        _exit(std::strstr(error.what(), value) && std::strstr(error.what(), "ISER_CPU_ISA") ? 2 : 3);
+        _exit(std::strstr(error.what(), value) && std::strstr(error.what(), "ISER_CPU_ISA") ? 2
+                                                                                            : 3);
       }
     }
     int status = 0;
@@ -328,7 +361,8 @@ void test_environment() {
   };
   const int portable = isa_with("portable"), unknown = isa_with("sse9");
   if (portable != 0) fail("ISER_CPU_ISA=portable: child ended with %d, expected 0", portable);
-  if (unknown != 2) fail("ISER_CPU_ISA=sse9: child ended with %d, expected 2 (an error naming it)", unknown);
+  if (unknown != 2)
+    fail("ISER_CPU_ISA=sse9: child ended with %d, expected 2 (an error naming it)", unknown);
 }
 
 }  // namespace
@@ -339,8 +373,10 @@ int main() {
   const std::string best = (set_gemm_isa(nullptr), gemm_isa());
   if (set_gemm_isa("sse9") || gemm_isa() != best) fail("set_gemm_isa accepted an unknown name");
   for (DType dtype : kDTypes) {
-    const std::vector<int> heights = {0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 95, 96, 97, 130};
-    for (const auto& [hidden, intermediate] : {std::pair{1, 1}, {3, 17}, {17, 3}, {100, 100}, {64, 96}, {129, 257}, {260, 50}})
+    const std::vector<int> heights = {0,  1,  2,  3,  7,  8,  9,  15, 16, 17, 31,
+                                      32, 33, 47, 48, 49, 64, 95, 96, 97, 130};
+    for (const auto& [hidden, intermediate] :
+         {std::pair{1, 1}, {3, 17}, {17, 3}, {100, 100}, {64, 96}, {129, 257}, {260, 50}})
       test_sizes(isas, hidden, intermediate, dtype, heights);
     test_sizes(isas, 512, 1024, dtype, {1, 5, 33});
     test_positions(isas, dtype);
@@ -351,7 +387,8 @@ int main() {
   test_threads(isas);
   std::string names;
   for (const char* isa : isas) names += std::string(names.empty() ? "" : ", ") + isa;
-  if (num_failures) return std::fprintf(stderr, "%d failures (%s)\n", num_failures, names.c_str()), 1;
+  if (num_failures)
+    return std::fprintf(stderr, "%d failures (%s)\n", num_failures, names.c_str()), 1;
   std::printf("gemm: all equal on %s\n", names.c_str());
   return 0;
 }

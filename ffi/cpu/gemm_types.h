@@ -1,0 +1,78 @@
+// Sizes and number formats over one instruction set's `Vec`, and silu. Included by gemm_kernel.h
+// alone.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "ffi/cpu/gemm_isa.h"
+
+namespace iser::cpu {
+namespace {
+
+using Reg = Vec::Reg;
+constexpr int kLanes = Vec::kLanes;
+constexpr int kPanelRows = Vec::kPanelVecs * kLanes;
+constexpr int kRowsAtOnce = Vec::kRowStep * Vec::kMaxRowSteps;
+constexpr int kPrefetchStep = 16;  // k between two requests for the next chunk's lines
+static_assert(kRowsAtOnce <= kMaxRowsAtOnce && kBlockRows / 2 % Vec::kRowStep == 0);
+
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+struct F32 {
+  using Storage = float;
+  static float widen(float value) { return value; }
+  static float narrow(float value) { return value; }
+  static Reg load(const float* p) { return Vec::load(p); }
+  static Reg round(Reg value) { return value; }
+};
+
+struct BF16 {
+  using Storage = uint16_t;
+  static float widen(uint16_t value) { return float_of(uint32_t{value} << 16); }
+  static uint16_t narrow(float rounded) { return static_cast<uint16_t>(bits_of(rounded) >> 16); }
+  static Reg load(const uint16_t* p) { return Vec::widen_bf16(p); }
+  static Reg round(Reg value) { return Vec::round_bf16(value); }
+};
+
+// exp(a) for sums 1 + exp(a): exact enough (2 ulp) up to the overflow to infinity, and any tiny
+// value below exp(-86).
+inline Reg exp_term(Reg a) {
+  a = Vec::min_keep_nan(Vec::set1(89.0f), Vec::max_keep_nan(Vec::set1(-86.0f), a));
+  const Reg magic =
+      Vec::set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const Reg shifted = Vec::fma(a, Vec::set1(1.44269504f), magic);
+  const Reg n = Vec::sub(shifted, magic);
+  Reg r = Vec::fma(n, Vec::set1(-0.693359375f), a);
+  r = Vec::fma(n, Vec::set1(2.12194440e-4f), r);
+  Reg p = Vec::set1(1.0f / 720);
+  p = Vec::fma(p, r, Vec::set1(1.0f / 120));
+  p = Vec::fma(p, r, Vec::set1(1.0f / 24));
+  p = Vec::fma(p, r, Vec::set1(1.0f / 6));
+  p = Vec::fma(p, r, Vec::set1(0.5f));
+  p = Vec::fma(p, r, Vec::set1(1.0f));
+  p = Vec::fma(p, r, Vec::set1(1.0f));
+  // 2^n in two steps, since 2^128 is not a float; doubling is exact, so contraction with the sum
+  // that follows changes nothing.
+  return Vec::mul(Vec::mul(p, Vec::half_pow2_of_shifted(shifted)), Vec::set1(2.0f));
+}
+
+inline Reg silu(Reg g) {
+  return Vec::div(g, Vec::add(Vec::set1(1.0f), exp_term(Vec::sub(Vec::set1(0.0f), g))));
+}
+
+}  // namespace
+}  // namespace iser::cpu
