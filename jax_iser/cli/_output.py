@@ -1,0 +1,79 @@
+"""What commands share: errors with an exit code, number arguments, tables, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+
+class UsageError(Exception):
+    """Bad usage: exit code 2. The text is one line that names the value and the remedy."""
+
+
+class Failure(Exception):  # noqa: N818
+    """The command could not do its work: exit code 1. The text is one line."""
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """`--json FILE|-`."""
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the result as JSON; '-': standard output, with all else on standard error",
+    )
+
+
+def result_console(args: argparse.Namespace) -> Console:
+    """Where tables go: standard output, or standard error when that carries JSON."""
+    return Console(stderr=args.json == "-", highlight=False)
+
+
+def progress_console() -> Console:
+    """Where progress and remarks go: standard error, always."""
+    return Console(stderr=True, highlight=False)
+
+
+def write_json(target: str | None, value) -> None:
+    """Writes `value` where `--json` says; NaN is refused, since it is not JSON."""
+    if target is None:
+        return
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(target).write_text(text)
+
+
+def check_writable(option: str, target: str | None) -> None:
+    """Raises UsageError now, not after minutes of work, where a file cannot be written."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise UsageError(f"{option} {target} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {target}: the directory {path.parent} does not exist")
+
+
+def number(kind: type, low: float, high: float | None = None) -> Callable[[str], float]:
+    """An argparse type: an int or a float from `low` to `high`."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            name = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"{text} is below {low}")
+        if high is not None and value > high:
+            raise argparse.ArgumentTypeError(f"{text} is above {high}")
+        return value
+
+    return parse
