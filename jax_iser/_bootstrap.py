@@ -42,7 +42,7 @@ class Members:
     fds: list[int] = dataclasses.field(default_factory=list)
 
     def barrier(self, name: str, timeout_s: float) -> None:
-        """Waits until every process is here; ValueError-free in a single process."""
+        """Waits until every process is here; nothing to do in a single one."""
         if len(self.specs) > 1:
             self._client().wait_at_barrier(f"{self.tag}/{name}", int(timeout_s * 1000))
 
@@ -59,16 +59,11 @@ class Members:
 
     def exchange_fds(self, fd: int, note: dict) -> list[tuple[int, dict]]:
         """Sends a descriptor with a note to every other process; theirs, by `specs` index."""
-        received: list[tuple[int, dict]] = [(fd, note)] * len(self.specs)
-        for index, (_, _, _, alive) in enumerate(self.specs):
-            if alive >= 0:
-                sock = next(s for s in self.sockets if s.fileno() == alive)
-                _send_fd(sock, fd, note)
-        for index, (_, _, _, alive) in enumerate(self.specs):
-            if alive >= 0:
-                sock = next(s for s in self.sockets if s.fileno() == alive)
-                received[index] = _receive_fd(sock)
-        return received
+        by_fd = {sock.fileno(): sock for sock in self.sockets}
+        peers = [by_fd.get(alive) for _, _, _, alive in self.specs]  # None for this process
+        for peer in filter(None, peers):
+            _send_fd(peer, fd, note)
+        return [(fd, note) if peer is None else _receive_fd(peer) for peer in peers]
 
     def place(self, domain_id: int, array: np.ndarray, sharding, serial: int) -> jax.Array:
         """One array in shared memory of each process; see `Domain.place`."""

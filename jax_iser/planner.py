@@ -183,17 +183,14 @@ def plan_many(
     check_plan_knobs(
         *counts.shape[1:], num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule
     )
-    if counts.size:
-        _check_counts(counts.reshape(counts.shape[0], -1)[_heaviest(counts)])
-        if counts.min() < 0:
-            raise ValueError(f"counts holds {counts.min()}; numbers of routes are at least 0")
+    if counts.dtype != np.int32 and counts.size and not 0 <= counts.min() <= counts.max() < 2**31:
+        raise ValueError(
+            f"counts range from {counts.min()} to {counts.max()}; numbers of routes are at least 0 "
+            "and sum to less than 2**31"
+        )
     threads = num_threads or os.cpu_count() or 1
     counts = np.ascontiguousarray(counts, np.int32)
     return PlanBatch(*_iser.plan_many(counts, None, *knobs, threads, with_flow))
-
-
-def _heaviest(counts):
-    return int(np.argmax(counts.sum(axis=(1, 2), dtype=np.float64)))
 
 
 def _knobs(num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule):

@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 
 #include <optional>
+#include <string>
 
 #include "ffi/bindings/bindings.h"
 #include "ffi/cpu/plan_batch.h"
@@ -43,6 +44,12 @@ nb::tuple plan_many(const Counts& counts, const std::optional<Resident>& residen
   batch.num_plans = static_cast<int64_t>(counts.shape(0));
   batch.counts = counts.data();
   batch.resident = resident ? resident->data() : nullptr;
+  if (const int64_t bad = cpu::find_bad_counts(batch); bad >= 0) {
+    throw nb::value_error(("counts of plan " + std::to_string(bad) +
+                           " hold a negative number, or 2147483648 routes or more; numbers of "
+                           "routes are at least 0 and sum to less than 2**31")
+                              .c_str());
+  }
   const size_t n = counts.shape(0), rows = batch.config.max_broadcasts();
   int32_t* broadcasts;
   const auto broadcasts_array = make_array(&broadcasts, n, rows, 6);

@@ -53,8 +53,8 @@ struct PlanView {
 
 // Scratch of one planner. Hosted lists hold at most 2*S broadcasts a rank: S received, S exported.
 struct PlanScratch {
-  int64_t* totals;         // [num_experts]
   int64_t* loads;          // [num_ranks]
+  int32_t* totals;         // [num_experts]; the routes of a call number less than 2^31
   int32_t* free_slots;     // [num_ranks]
   int32_t* next_export;    // [num_ranks], -1 when frozen
   int32_t* candidates;     // [num_ranks, num_helper_slots]
@@ -66,17 +66,17 @@ struct PlanScratch {
 
 ISER_HD inline size_t plan_scratch_bytes(const PlanConfig& config) {
   const size_t ranks = config.slots.num_ranks, slots = config.slots.num_helper_slots;
-  return sizeof(int64_t) * (config.slots.num_experts + ranks) +
-         sizeof(int32_t) * ranks * (5 + 3 * slots);
+  return sizeof(int64_t) * ranks +
+         sizeof(int32_t) * (config.slots.num_experts + ranks * (5 + 3 * slots));
 }
 
 // Carves the scratch out of `bytes` (8-byte aligned, plan_scratch_bytes long).
 ISER_HD inline PlanScratch plan_scratch(const PlanConfig& config, void* bytes) {
   const size_t ranks = config.slots.num_ranks, slots = config.slots.num_helper_slots;
   PlanScratch s;
-  s.totals = static_cast<int64_t*>(bytes);
-  s.loads = s.totals + config.slots.num_experts;
-  s.free_slots = reinterpret_cast<int32_t*>(s.loads + ranks);
+  s.loads = static_cast<int64_t*>(bytes);
+  s.totals = reinterpret_cast<int32_t*>(s.loads + ranks);
+  s.free_slots = s.totals + config.slots.num_experts;
   s.next_export = s.free_slots + ranks;
   s.num_candidates = s.next_export + ranks;
   s.order = s.num_candidates + ranks;
@@ -92,15 +92,16 @@ namespace haloq {
 ISER_HD inline int64_t sum_loads(const PlanConfig& config, const int32_t* counts,
                                  const PlanScratch& scratch) {
   const SlotSpace& slots = config.slots;
-  for (int32_t e = 0; e < slots.num_experts; ++e) scratch.totals[e] = 0;
-  for (int32_t r = 0; r < slots.num_ranks; ++r) {
+  int32_t* totals = scratch.totals;
+  for (int32_t e = 0; e < slots.num_experts; ++e) totals[e] = counts[e];
+  for (int32_t r = 1; r < slots.num_ranks; ++r) {
     const int32_t* row = counts + static_cast<size_t>(r) * slots.num_experts;
-    for (int32_t e = 0; e < slots.num_experts; ++e) scratch.totals[e] += row[e];
+    for (int32_t e = 0; e < slots.num_experts; ++e) totals[e] += row[e];
   }
   int64_t total = 0;
   for (int32_t r = 0; r < slots.num_ranks; ++r) {
     int64_t load = 0;
-    for (int32_t h = 0; h < slots.num_home(); ++h) load += scratch.totals[r * slots.num_home() + h];
+    for (int32_t h = 0; h < slots.num_home(); ++h) load += totals[r * slots.num_home() + h];
     scratch.loads[r] = load;
     total += load;
   }
@@ -317,33 +318,43 @@ ISER_HD inline void for_each_shared(const PlanConfig& config, const PlanScratch&
   }
 }
 
-// Stage 4, one direction of one pair: `a` takes quota that its own routes need and gives what they
-// do not, in equal amounts. A broadcast never both gives and takes, so the second walk may write
-// while it reads.
-ISER_HD inline void trade(const PlanConfig& config, const PlanScratch& scratch,
-                          const int32_t* counts, const PlanView& plan, int32_t a, int32_t c) {
-  const int32_t num_ranks = config.slots.num_ranks, num_experts = config.slots.num_experts;
-  const auto lack = [&](int32_t b, int32_t r) {  // own routes beyond the quota; spare if negative
-    return counts[static_cast<size_t>(r) * num_experts + plan.broadcasts[b].expert] -
-           plan.quota[static_cast<size_t>(b) * num_ranks + r];
-  };
-  const auto wanted = [&](int32_t b) { return smaller(positive(lack(b, a)), positive(-lack(b, c))); };
+// Turns quota rows into what each rank lacks, its own routes beyond its quota (spare where
+// negative), and back: q = C - (C - q).
+ISER_HD inline void swap_quota_and_lack(const PlanConfig& config, const int32_t* counts,
+                                        const PlanView& plan, int32_t count) {
+  const int32_t num_ranks = config.slots.num_ranks;
+  for (int32_t b = 0; b < count; ++b) {
+    const int32_t* column = counts + plan.broadcasts[b].expert;
+    int32_t* row = plan.quota + static_cast<size_t>(b) * num_ranks;
+    for (int32_t r = 0; r < num_ranks; ++r) {
+      row[r] = column[static_cast<size_t>(r) * config.slots.num_experts] - row[r];
+    }
+  }
+}
+
+// Stage 4, one direction of one pair, on `lack`: `a` takes quota that its own routes need and gives
+// what they do not, in equal amounts. A broadcast never both gives and takes, so the second walk may
+// write while it reads.
+ISER_HD inline void trade(const PlanConfig& config, const PlanScratch& scratch, int32_t* lack,
+                          int32_t a, int32_t c) {
+  const size_t num_ranks = config.slots.num_ranks;
   int64_t take = 0, give = 0;
   for_each_shared(config, scratch, a, c, [&](int32_t b) {
-    take += wanted(b);
-    give += positive(-lack(b, a));
+    const int32_t* row = lack + b * num_ranks;
+    take += smaller(positive(row[a]), positive(-row[c]));
+    give += positive(-row[a]);
   });
   int64_t take_left = take < give ? take : give, give_left = take_left;
   if (take_left == 0) return;
   for_each_shared(config, scratch, a, c, [&](int32_t b) {
-    int64_t taken = wanted(b), given = positive(-lack(b, a));
+    int32_t* row = lack + b * num_ranks;
+    int64_t taken = smaller(positive(row[a]), positive(-row[c])), given = positive(-row[a]);
     if (taken > take_left) taken = take_left;
     if (given > give_left) given = give_left;
     take_left -= taken;
     give_left -= given;
-    int32_t* quota = plan.quota + static_cast<size_t>(b) * num_ranks;
-    quota[a] += static_cast<int32_t>(taken - given);
-    quota[c] -= static_cast<int32_t>(taken - given);
+    row[a] -= static_cast<int32_t>(taken - given);
+    row[c] += static_cast<int32_t>(taken - given);
   });
 }
 
@@ -357,17 +368,19 @@ ISER_HD inline void repair(const PlanConfig& config, const PlanScratch& scratch,
                            const int32_t* counts, const PlanView& plan, int32_t count) {
   if (count == 0) return;
   list_hosted(config, scratch, plan, count);
+  swap_quota_and_lack(config, counts, plan, count);
   const int32_t num_ranks = config.slots.num_ranks, n = num_ranks + num_ranks % 2;
   for (int32_t pass = 0; pass < 2; ++pass) {
     for (int32_t t = 0; t < n - 1; ++t) {
       for (int32_t i = 0; i < n / 2; ++i) {
         const int32_t a = ring_member(n, t, i), c = ring_member(n, t, n - 1 - i);
         if (a >= num_ranks || c >= num_ranks) continue;
-        trade(config, scratch, counts, plan, a, c);
-        trade(config, scratch, counts, plan, c, a);
+        trade(config, scratch, plan.quota, a, c);
+        trade(config, scratch, plan.quota, c, a);
       }
     }
   }
+  swap_quota_and_lack(config, counts, plan, count);
 }
 
 // Whether every broadcast that meets this one's group targets exactly it, with its owner inside.

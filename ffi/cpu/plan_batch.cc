@@ -32,6 +32,22 @@ void count_flow(const PlanConfig& config, const int32_t* counts, const PlanView&
 
 }  // namespace
 
+int64_t find_bad_counts(const PlanBatch& batch) {
+  const size_t size =
+      static_cast<size_t>(batch.config.slots.num_ranks) * batch.config.slots.num_experts;
+  for (int64_t i = 0; i < batch.num_plans; ++i) {
+    const int32_t* counts = batch.counts + i * size;
+    int64_t total = 0;
+    int32_t signs = 0;
+    for (size_t j = 0; j < size; ++j) {
+      total += counts[j];
+      signs |= counts[j];
+    }
+    if (signs < 0 || total > INT32_MAX) return i;
+  }
+  return -1;
+}
+
 void run_plan_batch(const PlanBatch& batch, int num_threads) {
   const SlotSpace& slots = batch.config.slots;
   const size_t rows = batch.config.max_broadcasts(), ranks = slots.num_ranks;

@@ -24,6 +24,10 @@ struct PlanBatch {
   int64_t* flow;
 };
 
+// Index of the first plan whose counts are negative or number 2^31 routes or more, -1 if all are
+// fine: to be asked before run_plan_batch.
+int64_t find_bad_counts(const PlanBatch& batch);
+
 void run_plan_batch(const PlanBatch& batch, int num_threads);
 
 }  // namespace iser::cpu
