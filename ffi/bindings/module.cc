@@ -7,6 +7,7 @@
 NB_MODULE(_iser, m) {
   m.doc() = "Kernels and runtime of jax_iser; use the Python API.";
   iser::bind_planner(m);
+  iser::bind_replay(m);
   iser::bind_domain(m);
   iser::bind_calls(m);
 }
