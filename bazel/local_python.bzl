@@ -42,7 +42,7 @@ cc_library(
         "nanobind_src/*.cpp",
         "robin_map/**/*.h",
     ], exclude = ["nanobind_src/nb_combined.cpp"], allow_empty = True),
-    copts = ["-fno-strict-aliasing", "-fvisibility=hidden", "-w"],
+    copts = ["-std=c++17", "-O2", "-fno-strict-aliasing", "-fvisibility=hidden", "-w"],
     includes = ["nanobind", "nanobind_src", "robin_map"],
     deps = [":python_headers"],
 )

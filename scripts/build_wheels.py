@@ -27,7 +27,8 @@ def build(interpreter: setup_env.Interpreter, work: pathlib.Path) -> pathlib.Pat
     subprocess.run([interpreter.executable, "-m", "venv", str(venv)], check=True)
     pip = [setup_env.python_of(venv), "-m", "pip", "wheel", "-q", "--disable-pip-version-check"]
     command = [*pip, "--no-deps", "--wheel-dir", str(wheels), "."]
-    setup_env.run(command, f"{tag}: building a wheel with {interpreter}")
+    what = f"{tag}: building a wheel with {interpreter}"
+    setup_env.run(command, what, env=setup_env.build_environment(venv))
     (wheel,) = wheels.glob("*.whl")
     return pathlib.Path(shutil.move(wheel, DIST / wheel.name))
 

@@ -224,6 +224,19 @@ def ffi_include() -> str:
     return done.stdout.strip()
 
 
+def build_environment(venv: pathlib.Path) -> dict[str, str]:
+    """Environment variables of a build: tools of the environment first, and a compiler that exists.
+
+    Left alone, the build would take the compiler that the interpreter was built with.
+    """
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    compiler = next((name for name in names if name and shutil.which(name.split()[0])), None)
+    if compiler is None:
+        fail("no C++ compiler found; install one (Debian: apt install g++) or name it in CXX")
+    path = os.pathsep.join([str(venv / "bin"), os.environ.get("PATH", "")])
+    return {**os.environ, "PATH": path, "CXX": compiler}
+
+
 def install_package(venv: pathlib.Path) -> None:
     """Builds in build/<environment>, kept between calls, so that only what changed is compiled."""
     settings = {
@@ -234,12 +247,8 @@ def install_package(venv: pathlib.Path) -> None:
     command += ["--no-build-isolation", "--no-deps", "--force-reinstall"]
     for key, value in settings.items():
         command += ["--config-settings", f"{key}={value}"]
-    path = os.pathsep.join([str(venv / "bin"), os.environ.get("PATH", "")])
-    run(
-        [*command, "."],
-        f"{venv.name}: building and installing jax_iser",
-        env={**os.environ, "PATH": path},
-    )
+    what = f"{venv.name}: building and installing jax_iser"
+    run([*command, "."], what, env=build_environment(venv))
 
 
 def setup(which: str) -> None:
