@@ -203,6 +203,10 @@ def read_stamp(venv: pathlib.Path) -> dict[str, str]:
         return {}
 
 
+def write_stamp(venv: pathlib.Path, stamp: dict[str, str]) -> None:
+    (venv / STAMP).write_text(json.dumps(stamp))
+
+
 def install_requirements(venv: pathlib.Path, needs: list[str], which: str) -> None:
     pip = [python_of(venv), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     if which == "newest":
@@ -260,8 +264,9 @@ def setup(which: str) -> None:
         return
     if wanted["environment"] != found.get("environment"):
         install_requirements(venv, needs, which)
+        write_stamp(venv, {"environment": wanted["environment"]})
     install_package(venv)
-    (venv / STAMP).write_text(json.dumps(wanted))
+    write_stamp(venv, wanted)
     say(f"{venv.name} is ready")
 
 
