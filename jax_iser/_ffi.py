@@ -9,7 +9,18 @@ from jax_iser import _iser
 TARGETS = {name: f"jax_iser.{name}" for name in ("start", "fused_moe", "plan")}
 
 
+def _register_type(name, type_info):
+    """Registers a type that handlers keep state in: it has to be known before they are."""
+    from jax._src.lib import xla_client
+
+    # What is registered before the CPU client exists waits for it, targets ahead of types, which
+    # the client refuses. With its handler set now, types need not wait; the client sets it again.
+    xla_client.register_custom_type_handler("cpu", xla_client._xla.register_custom_type)
+    jax.ffi.register_ffi_type(name, type_info, platform="cpu")
+
+
 def _register():
+    _register_type("jax_iser.CallSite", _iser.call_site_type())
     calls = _iser.cpu_calls()
     for name, target in TARGETS.items():
         jax.ffi.register_ffi_target(target, calls[name], platform="cpu")

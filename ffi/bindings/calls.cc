@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -33,6 +34,19 @@ using Out = ffi::Result<B>;
 // Handle and ticket words, u32: [domain id, first rank of the device, magic, generation].
 constexpr uint32_t kMagic = 0x15E3'0E00;
 constexpr size_t kNumWords = 4;
+
+// Where in a compiled program a call stands: made once an executable, the same on all its devices.
+struct CallSite {
+  static ffi::TypeId id;
+  uint64_t number;
+};
+ffi::TypeId CallSite::id = {};
+ffi::TypeInfo call_site_info = ffi::MakeTypeInfo<CallSite>();
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate() {
+  static std::atomic<uint64_t> next{1};
+  return std::make_unique<CallSite>(CallSite{next.fetch_add(1)});
+}
 
 ffi::Error failed(const std::string& text) {
   const bool is_ours = text.rfind("IserError:", 0) == 0;
@@ -114,7 +128,7 @@ std::string check_params(const Domain& domain, const I32& params) {
   return "";
 }
 
-ffi::Error start(ffi::RunId run, U32 handle, I32 params, I32 topk_ids, ffi::AnyBuffer x,
+ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids, ffi::AnyBuffer x,
                  ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Out<U32> ticket,
                  Out<ffi::AnyBuffer> x_out) {
   const Target target = find_target(handle.typed_data(), handle.element_count());
@@ -138,7 +152,7 @@ ffi::Error start(ffi::RunId run, U32 handle, I32 params, I32 topk_ids, ffi::AnyB
   }
   uint32_t* words = ticket->typed_data();
   std::copy_n(handle.typed_data(), kNumWords, words);
-  words[3] = target.device->start(run.run_id, call, {}, nullptr);
+  words[3] = target.device->start({run.run_id, site->number}, call, {}, nullptr);
   // x passes through so that what reads it is ordered behind this call; XLA aliases the two.
   if (x_out->untyped_data() != x.untyped_data() && x.size_bytes() > 0) {
     std::memcpy(x_out->untyped_data(), x.untyped_data(), x.size_bytes());
@@ -198,7 +212,7 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
   return future;
 }
 
-ffi::Future plan(ffi::RunId run, U32 handle, I32 params, I32 topk_ids, Out<I32> route_slot,
+ffi::Future plan(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids, Out<I32> route_slot,
                  Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
                  Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation) {
   const Target target = find_target(handle.typed_data(), handle.element_count());
@@ -222,13 +236,16 @@ ffi::Future plan(ffi::RunId run, U32 handle, I32 params, I32 topk_ids, Out<I32> 
                             quota->typed_data(),       num_broadcasts->typed_data(),
                             load_before->typed_data(), load->typed_data(),
                             status->typed_data(),      generation->typed_data()};
-  target.device->start(run.run_id, call, outputs, completion(promise));
+  target.device->start({run.run_id, site->number}, call, outputs, completion(promise));
   return future;
 }
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate());
 
 XLA_FFI_DEFINE_HANDLER(kStart, start,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::RunId>()
+                           .Ctx<ffi::State<CallSite>>()
                            .Arg<U32>()
                            .Arg<I32>()
                            .Arg<I32>()
@@ -261,6 +278,7 @@ XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
 XLA_FFI_DEFINE_HANDLER(kPlan, plan,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::RunId>()
+                           .Ctx<ffi::State<CallSite>>()
                            .Arg<U32>()
                            .Arg<I32>()
                            .Arg<I32>()
@@ -281,12 +299,24 @@ nb::capsule capsule_of(Handler* handler) {
 }  // namespace
 
 void bind_calls(nb::module_& m) {
+  m.def("call_site_type", [] {
+    nb::dict type;
+    type["type_id"] = nb::capsule(&CallSite::id);
+    type["type_info"] = nb::capsule(&call_site_info);
+    return type;
+  });
   m.attr("HANDLE_MAGIC") = kMagic;
   m.def("cpu_calls", [] {
     nb::dict calls;
-    calls["start"] = capsule_of(kStart);
+    const auto with_site = [](auto* execute) {
+      nb::dict stages;
+      stages["instantiate"] = capsule_of(kInstantiate);
+      stages["execute"] = capsule_of(execute);
+      return stages;
+    };
+    calls["start"] = with_site(kStart);
     calls["fused_moe"] = capsule_of(kFusedMoe);
-    calls["plan"] = capsule_of(kPlan);
+    calls["plan"] = with_site(kPlan);
     return calls;
   });
 }

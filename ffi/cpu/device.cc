@@ -19,13 +19,18 @@ Device::~Device() {
   }
   changed_.notify_all();
   copy_thread_.join();
+  {
+    std::lock_guard lock(mutex_);
+    copy_ended_ = true;  // only now: COPY hands its last calls to MAIN to complete
+  }
+  changed_.notify_all();
   main_thread_.join();
 }
 
-uint32_t Device::start(int64_t run_id, const StartCall& call,
+uint32_t Device::start(const CallKey& key, const StartCall& call,
                        const PlanOutputs& plan_only_outputs, Done plan_only_done) {
   auto invocation = std::make_shared<Invocation>();
-  invocation->generation = domain_.generation_of(run_id, first_rank);
+  invocation->generation = domain_.generation_of(key, first_rank);
   invocation->call = call;
   invocation->times.started = now_ns();
   const size_t routes = static_cast<size_t>(domain_.options.ranks_per_device) * call.num_tokens *
@@ -54,7 +59,7 @@ void Device::fused_moe(uint32_t generation, FusedCall call) {
     std::lock_guard lock(mutex_);
     const auto& invocation = in_flight_.at(generation);
     invocation->times.fused_called = now_ns();
-    main_queue_.push_back({invocation, std::move(call)});
+    main_queue_[generation] = {invocation, std::move(call)};
   }
   changed_.notify_all();
 }
@@ -89,7 +94,7 @@ void Device::copy_loop() {
     if (invocation->call.is_plan_only) {
       // MAIN completes the call: whatever runs behind it must not hold up the next plan.
       std::lock_guard lock(mutex_);
-      main_queue_.push_back({invocation, {}});
+      main_queue_[invocation->generation] = {invocation, {}};
       changed_.notify_all();
     }
   }
@@ -139,15 +144,23 @@ void Device::run_copy(Invocation& invocation) {
   invocation.times.copy_end = now_ns();
 }
 
+// Likewise in the order of generations: calls that do not depend on each other may be completed in
+// another order than they were started in.
 void Device::main_loop() {
   for (;;) {
     MainJob job;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return closing_ || !main_queue_.empty(); });
+      const auto is_due = [&] {
+        return !main_queue_.empty() &&
+               (closing_ || domain_.has_failed() || is_turn(*main_queue_.begin()->second.invocation));
+      };
+      while (!is_due() && !copy_ended_) {
+        changed_.wait_for(lock, std::chrono::milliseconds(main_queue_.empty() ? 1000 : 50));
+      }
       if (main_queue_.empty()) return;
-      job = std::move(main_queue_.front());
-      main_queue_.pop_front();
+      job = std::move(main_queue_.begin()->second);
+      main_queue_.erase(main_queue_.begin());
     }
     run_main(job);
   }

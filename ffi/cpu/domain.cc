@@ -60,9 +60,9 @@ bool Domain::is_local(int32_t rank) const {
   return first_local_rank() <= rank && rank < first_local_rank() + num_local_ranks();
 }
 
-uint32_t Domain::generation_of(int64_t run_id, int32_t device_rank) {
+uint32_t Domain::generation_of(const CallKey& key, int32_t device_rank) {
   std::lock_guard lock(order_mutex_);
-  Run& run = runs_[run_id];
+  Run& run = runs_[key];
   const size_t index = run.started[device_rank]++;
   if (index == run.generations.size()) run.generations.push_back(next_generation_++);
   const uint32_t generation = run.generations[index];
@@ -71,7 +71,7 @@ uint32_t Domain::generation_of(int64_t run_id, int32_t device_rank) {
       run.started.size() == devices_.size() &&
       std::all_of(run.started.begin(), run.started.end(),
                   [&](const auto& entry) { return entry.second == run.generations.size(); });
-  if (all_came) runs_.erase(run_id);
+  if (all_came) runs_.erase(key);
   return generation;
 }
 
@@ -199,6 +199,12 @@ std::string Domain::error_text() const {
     case ErrorCode::kNone:
       return "";
     case ErrorCode::kTimeout:
+      if (e.peer == e.rank) {
+        return rank + " waited " + number(e.expected) + " ms for the call before this one to end" +
+               where +
+               "; it lost its fused_moe, or the two calls stand side by side in a program: let one "
+               "take what the other gives, or use a Domain for each";
+      }
       return rank + " waited " + number(e.expected) + " ms for " +
              (e.peer < 0 ? std::string("its routes") : "rank " + number(e.peer)) + where +
              "; a rank is late, stuck or in another program: look there, or raise timeout_s";

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "ffi/core/haloq.h"
@@ -129,6 +130,16 @@ struct Invocation {
 
 class Domain;
 
+// A call of a program: one execution of it, and where in the program the call stands. Calls that do
+// not depend on each other come in another order on each device; this tells them apart.
+struct CallKey {
+  int64_t run_id;
+  uint64_t site;
+  bool operator<(const CallKey& other) const {
+    return std::tie(run_id, site) < std::tie(other.run_id, other.site);
+  }
+};
+
 // One device of this process and its V ranks.
 class Device {
  public:
@@ -136,7 +147,7 @@ class Device {
   ~Device();
 
   // Both return at once. `start` gives the invocation's generation.
-  uint32_t start(int64_t run_id, const StartCall& call, const PlanOutputs& plan_only_outputs,
+  uint32_t start(const CallKey& key, const StartCall& call, const PlanOutputs& plan_only_outputs,
                  Done plan_only_done);
   void fused_moe(uint32_t generation, FusedCall call);
   // The invocation that `start` began, or null: for validation.
@@ -162,11 +173,11 @@ class Device {
   Domain& domain_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool closing_ = false;
+  bool closing_ = false, copy_ended_ = false;
   uint32_t last_finished_ = 0;
   std::map<uint32_t, std::shared_ptr<Invocation>> copy_queue_;  // by generation
   std::map<uint32_t, std::shared_ptr<Invocation>> in_flight_;
-  std::deque<MainJob> main_queue_;
+  std::map<uint32_t, MainJob> main_queue_;                      // likewise
   std::thread copy_thread_, main_thread_;
 };
 
@@ -187,9 +198,9 @@ class Domain {
   BlockView block(int32_t rank) const { return blocks_[rank]; }
   int32_t bank_of(int32_t layer) const { return layer % options.shape.num_banks; }
 
-  // Numbers this process's invocations: the same for the i-th start of one program run on every
+  // Numbers this process's invocations: the same for the i-th start of one call (in a loop) on every
   // device, whatever order the devices come in.
-  uint32_t generation_of(int64_t run_id, int32_t device_rank);
+  uint32_t generation_of(const CallKey& key, int32_t device_rank);
 
   // Stages. `wait` returns false once the Domain has failed; it fails the Domain at its limit.
   void arrive(Stage stage, int32_t rank, uint32_t generation);
@@ -251,7 +262,7 @@ class Domain {
     std::map<int32_t, size_t> started;   // by device: how many starts it has seen
     std::vector<uint32_t> generations;   // by start
   };
-  std::map<int64_t, Run> runs_;
+  std::map<CallKey, Run> runs_;
 
   std::mutex plan_mutex_;
   std::shared_ptr<SharedPlan> plan_;
