@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jax_iser.fused_moe import fused_moe
 from jax_iser.planner import Plan
+from jax_iser.reference.fused_moe import fused_moe as reference_fused_moe
 from jax_iser.replication import ExpertWeights, start
 
 METHODS = ("fused", "reference")
@@ -74,25 +77,51 @@ def moe_layer(
         )
     if domain is None:
         raise ValueError('method="fused" needs a Domain; pass domain.handle or use "reference"')
-    weights = ExpertWeights(*weights)
-    ticket, x = start(
-        x,
-        topk_ids,
-        weights,
-        domain,
-        layer=layer,
-        weights_version=weights_version,
-        balance=balance,
-    )
-    shared = None if shared_expert is None else shared_expert(x)
-    y, plan = fused_moe(
-        x,
-        topk_weights,
-        weights,
-        ticket,
-        after=shared,
-        topk_ids=topk_ids,
-        axis_name=axis_name,
-        layer=layer,
-    )
-    return y if shared is None else y + shared, plan
+    weights, captured = ExpertWeights(*weights), []
+    if shared_expert is not None:
+        # What it closes over becomes an operand, so that it gets a gradient.
+        shared_expert, captured = jax.closure_convert(shared_expert, x)
+    call = _differentiable(shared_expert, balance, axis_name)
+    scalars = (jnp.asarray(layer, jnp.int32), jnp.asarray(weights_version, jnp.int32))
+    return call((x, topk_weights, weights, captured), topk_ids, domain, *scalars)
+
+
+def _differentiable(shared_expert, balance, axis_name):
+    """The call with a gradient that recomputes it through the reference.
+
+    `start` and `fused_moe` are inside one rule, which keeps nothing but operands for the backward
+    pass: a program that needs only the gradient then drops both or neither.
+    """
+
+    @jax.custom_vjp
+    def call(operands, topk_ids, domain, layer, weights_version):
+        x, topk_weights, weights, captured = operands
+        options = {"layer": layer, "weights_version": weights_version, "balance": balance}
+        ticket, x = start(x, topk_ids, weights, domain, **options)
+        shared = None if shared_expert is None else shared_expert(x, *captured)
+        y, plan = fused_moe(x, topk_weights, weights, ticket, after=shared)
+        return y if shared is None else y + shared, plan
+
+    def forward(*args):
+        return call(*args), args
+
+    def backward(args, cotangents):
+        operands, topk_ids, domain, layer, weights_version = args
+        if axis_name is None and domain.config.num_devices > 1:
+            raise ValueError(
+                f"gradients over {domain.config.num_devices} devices need the name of their axis; "
+                "pass axis_name= to moe_layer"
+            )
+
+        def reference(x, topk_weights, weights, captured):
+            planes = [plane[layer] if plane.ndim == 4 else plane for plane in weights]
+            y = reference_fused_moe(x, topk_ids, topk_weights, *planes, axis_name=axis_name)
+            return y if shared_expert is None else y + shared_expert(x, *captured)
+
+        _, pull = jax.vjp(reference, *operands)
+        rest = (topk_ids, domain, layer, weights_version)
+        no_gradient = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), rest)
+        return pull(cotangents[0]), *no_gradient
+
+    call.defvjp(forward, backward)
+    return call

@@ -291,7 +291,8 @@ class MoE(nnx.Module):
         from jax_iser.layer import ExpertWeights, moe_layer
 
         weights = ExpertWeights(*experts)
-        return moe_layer(x, topk_ids, topk_weights, weights, domain, method="fused", **options)
+        options |= {"method": "fused", "axis_name": axis_name}
+        return moe_layer(x, topk_ids, topk_weights, weights, domain, **options)
 
     def _sow(self, plan, topk_ids, dtype):
         """Records telemetry for `nnx.capture`; outside of it a module must not change."""

@@ -68,23 +68,6 @@ def _start(words, params, topk_ids, x, gate, up, down):
     return _ffi.call("start", results, words, params, topk_ids, x, gate, up, down, aliases={3: 1})
 
 
-@jax.custom_vjp
-def _differentiable_start(words, params, topk_ids, x, weights):
-    return _start(words, params, topk_ids, x, *weights)
-
-
-def _start_forward(*args):
-    return _differentiable_start(*args), args
-
-
-def _start_backward(args, cotangents):
-    # The pass-through of x is the identity; weights get their gradient from fused_moe.
-    return (None, None, None, cotangents[1], jax.tree.map(jnp.zeros_like, args[4]))
-
-
-_differentiable_start.defvjp(_start_forward, _start_backward)
-
-
 def start(
     x: jax.Array,
     topk_ids: jax.Array,
@@ -98,7 +81,7 @@ def start(
     """Begins a layer call on this device: route counts are exchanged, hot experts copied.
 
     Returns at once; planning and copying go on beside what the program does next. Every device of
-    the Domain must make the call.
+    the Domain must make the call, and complete it by `fused_moe`. For gradients use `moe_layer`.
 
     Args:
       x: `[tokens, D]`, passed through: what uses the returned one runs after this call, and beside
@@ -118,7 +101,7 @@ def start(
     """
     check_start_arguments(x, topk_ids, weights, domain, balance)
     params = call_params(layer, weights_version, balance)
-    words, x = _differentiable_start(domain.words, params, topk_ids, x, weights)
+    words, x = _start(domain.words, params, topk_ids, x, *weights)
     return Ticket(words, domain.config), x
 
 
