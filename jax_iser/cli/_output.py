@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 
 class UsageError(Exception):
@@ -30,12 +32,12 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def result_console(args: argparse.Namespace) -> Console:
     """Where tables go: standard output, or standard error when that carries JSON."""
-    return Console(stderr=args.json == "-", highlight=False)
+    return Console(stderr=args.json == "-", highlight=False, soft_wrap=True)
 
 
 def progress_console() -> Console:
     """Where progress and remarks go: standard error, always."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def write_json(target: str | None, value) -> None:
@@ -77,3 +79,21 @@ def number(kind: type, low: float, high: float | None = None) -> Callable[[str],
         return value
 
     return parse
+
+
+def make_table(*columns: str) -> Table:
+    """A plain table of right-justified columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def or_dash(value, form: str) -> str:
+    """A value in a table; a dash where there is none."""
+    return "-" if value is None else form.format(value)
+
+
+def bar(value: float, longest: float, width: int = 40, mark: str = "█") -> str:
+    """A bar of at most `width` characters, as long beside `longest` as `value`."""
+    return mark * round(width * value / longest) if longest > 0 else ""

@@ -1,0 +1,77 @@
+"""CPU devices for a command: as many as its ranks need, in one process or in several."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from jax_iser.cli._output import Failure, UsageError
+
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def force_devices(num_devices: int, why: str) -> None:
+    """Makes XLA offer `num_devices` CPU devices, before its first use; a user's flag is respected.
+
+    Args:
+      num_devices: how many this process needs.
+      why: what needs them, for the error.
+
+    Raises:
+      UsageError: the user's own flag asks for fewer.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    asked = re.findall(rf"{_FLAG}=(\d+)", flags)
+    if not asked:
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={num_devices}".strip()
+    elif int(asked[-1]) < num_devices:  # XLA takes the last one
+        raise UsageError(
+            f"XLA_FLAGS has {_FLAG}={asked[-1]}, but {why} needs {num_devices} devices; raise it, "
+            "drop it (the command sets it), or put more ranks on a device (--ranks-per-device)"
+        )
+    if not os.environ.get("JAX_PLATFORMS"):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+
+
+def join_processes(coordinator: str, num_processes: int, process_id: int) -> None:
+    """Joins the other processes through `jax.distributed`, with gloo between the CPUs.
+
+    Raises:
+      Failure: the others did not come.
+    """
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, cluster_detection_method="deactivate"
+        )
+    except Exception as error:  # jax raises several kinds
+        raise Failure(f"process {process_id} could not join {coordinator}: {error}") from error
+
+
+def make_mesh(num_devices: int, axis: str = "ep"):
+    """A mesh of one axis over the first devices of every process, in process order.
+
+    Raises:
+      UsageError: there are fewer devices.
+    """
+    import jax
+
+    processes = jax.process_count()
+    each = num_devices // processes
+    by_process: dict[int, list] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    fewest = min(map(len, by_process.values()))
+    if fewest < each or len(by_process) < processes:
+        raise UsageError(
+            f"jax started with {fewest} {jax.default_backend()} devices in a process, but {each} "
+            f"are needed; set XLA_FLAGS={_FLAG}={each} before anything uses jax"
+        )
+    chosen = [device for p in sorted(by_process) for device in by_process[p][:each]]
+    return jax.make_mesh(
+        (num_devices,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=chosen
+    )

@@ -1,0 +1,243 @@
+"""Reads text with a trained MoE language model over expert-parallel ranks on this machine's CPU, and
+rebalances every MoE layer as it runs. Each rank reads sequences of its own; every chunk goes through
+three arms in turn: off (no balancing), on (HALO-Q) and fb (forced balanced routing: the time a
+perfectly balanced layer takes; its outputs mean nothing)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from jax_iser.cli import _devices, _model
+from jax_iser.cli._output import (
+    Failure,
+    UsageError,
+    add_json_argument,
+    check_writable,
+    number,
+    progress_console,
+    result_console,
+    write_json,
+)
+
+EXAMPLE = "jax-iser prefill --text README.md docs/*.md --chunks 2 --plot prefill.png --json -"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _model.add_model_argument(parser)
+    add = parser.add_argument
+    add(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="what to read (default: source files of Python's standard library)",
+    )
+    add("--chunks", type=number(int, 1), default=16, help="chunks to read at most (default 16)")
+    add("--ep", type=number(int, 1, 72), default=8, help="expert-parallel ranks (default 8)")
+    add("--slots", type=number(int, 0, 16), default=4, help="helper slots of a rank (default 4)")
+    add("--tokens-per-rank", type=number(int, 1), default=512, help="bytes a rank (default 512)")
+    add("--ranks-per-device", type=number(int, 1), default=1, help="(default 1)")
+    add("--arms", type=_arms, default=("off", "on", "fb"), help="(default off,on,fb)")
+    add("--min-group-size", type=int, choices=(4, 2, 1), default=4, help="(default 4)")
+    add("--method", choices=("fused", "reference"), default="fused", help="(default fused)")
+    add(
+        "--repeats",
+        type=number(int, 1),
+        default=2,
+        help="runs of each chunk and arm; the least busy time of a rank counts (default 2)",
+    )
+    add_json_argument(parser)
+    add("--plot", metavar="FILE", help="picture of R and busy time per layer (PNG, SVG or PDF)")
+    add("--record", metavar="TRACE.npz", help="write the routing taken as a trace for replay")
+    several = parser.add_argument_group(
+        "several processes on this host", "start the same command once for each --process-id"
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    several.add_argument("--num-processes", type=number(int, 1))
+    several.add_argument("--process-id", type=number(int, 0))
+
+
+def _arms(text: str) -> tuple[str, ...]:
+    arms = tuple(text.split(","))
+    if not set(arms) <= {"off", "on", "fb"} or len(set(arms)) != len(arms):
+        raise argparse.ArgumentTypeError(f"{text!r}: name each of off, on, fb at most once")
+    return tuple(arm for arm in ("off", "on", "fb") if arm in arms)
+
+
+def run(args: argparse.Namespace) -> int:
+    num_devices = _check(args)
+    path = _model.model_directory(args)
+    _devices.force_devices(
+        num_devices // (args.num_processes or 1),
+        f"--ep {args.ep} with --ranks-per-device {args.ranks_per_device}",
+    )
+    if args.coordinator:
+        _devices.join_processes(args.coordinator, args.num_processes, args.process_id)
+    is_first = not args.process_id
+    config = _model.load_config(path)
+    domain_config = _domain_config(args, config)
+    inputs, targets, text = _read_text(args)
+    mesh = _devices.make_mesh(num_devices)
+    model = _model.load_model(path, mesh=mesh, method=args.method)
+    console = progress_console()
+    if is_first:
+        _introduce(console, args, path, domain_config, inputs, text)
+    measurement = _measure(args, model, mesh, domain_config, inputs, targets, console, is_first)
+    return _report(args, path, config, measurement) if is_first else _exit_code(measurement)
+
+
+def _check(args) -> int:
+    """Checks options against each other; returns the number of devices over all processes."""
+    if args.ep % args.ranks_per_device:
+        raise UsageError(
+            f"--ep {args.ep} is not divisible by --ranks-per-device {args.ranks_per_device}"
+        )
+    if args.record and set(args.arms) == {"fb"}:
+        raise UsageError("--record with --arms fb: forced routing is no trace; add off or on")
+    for option in ("json", "plot", "record"):
+        check_writable(f"--{option}", getattr(args, option))
+    several = (args.coordinator, args.num_processes, args.process_id)
+    if any(value is not None for value in several) and None in several:
+        raise UsageError("--coordinator, --num-processes and --process-id go together")
+    num_devices = args.ep // args.ranks_per_device
+    if args.coordinator:
+        if args.process_id >= args.num_processes:
+            raise UsageError(
+                f"--process-id {args.process_id} is not below --num-processes {args.num_processes}"
+            )
+        if num_devices % args.num_processes:
+            raise UsageError(
+                f"{num_devices} devices (--ep / --ranks-per-device) are not divisible by "
+                f"--num-processes {args.num_processes}"
+            )
+    return num_devices
+
+
+def _domain_config(args, config):
+    """The sizes of the Domain; also what the reference plans with."""
+    from jax_iser.config import DomainConfig
+
+    try:
+        return DomainConfig(
+            num_ranks=args.ep,
+            ranks_per_device=args.ranks_per_device,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            max_tokens_per_rank=args.tokens_per_rank,
+            num_helper_slots=args.slots,
+            num_layers=config.num_layers,
+            min_group_size=args.min_group_size,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _read_text(args):
+    """`[chunks, ep, tokens_per_rank] i32` inputs and next-byte targets, and what was read."""
+    from jax_iser.models.data import sequences
+
+    chunk = args.ep * args.tokens_per_rank
+    if args.text:
+        stream, text = _model.read_files(args.text), ", ".join(args.text)
+    else:
+        stream, text = _model.read_standard_library(args.chunks * chunk + 1)
+    chunks = min((len(stream) - 1) // chunk, args.chunks)
+    if chunks < 1:
+        raise UsageError(
+            f"the text has {len(stream)} bytes with separators, but a chunk takes {chunk + 1} "
+            f"(--ep {args.ep} x --tokens-per-rank {args.tokens_per_rank}, and one target); give "
+            "more text or lower one of them"
+        )
+    shape = (chunks, args.ep, args.tokens_per_rank)
+    inputs, targets = sequences(stream[: chunks * chunk + 1], args.tokens_per_rank)
+    return inputs.reshape(shape), targets.reshape(shape), text
+
+
+def _introduce(console, args, path, domain_config, inputs, text) -> None:
+    from jax_iser.domain import describe
+
+    console.print(f"model: {path}\ntext: {inputs.size:,} bytes in {len(inputs)} chunks: {text}")
+    ranks = f"{args.ep} ranks on {args.ep // args.ranks_per_device} CPU devices"
+    if args.method == "fused":
+        size = describe(domain_config, args.num_processes or 1)["bytes_total"]
+        ranks += f", {size / 2**20:.1f} MiB of symmetric memory"
+    console.print(f"{ranks}, method {args.method}")
+
+
+def _measure(args, model, mesh, config, inputs, targets, console, is_first):
+    from jax_iser import Domain, IserError
+    from jax_iser.models.data import SEPARATOR
+    from jax_iser.prefill import measure, reference_handle
+
+    if args.method == "reference":
+        context = contextlib.nullcontext(reference_handle(mesh, "ep", config))
+    else:
+        context = _open_domain(Domain, mesh, config)
+    try:
+        with context as domain, _progress(console, args, len(inputs), is_first) as progress:
+            return measure(
+                model,
+                domain,
+                inputs,
+                targets,
+                arms=args.arms,
+                repeats=args.repeats,
+                separator=SEPARATOR,
+                progress=progress,
+            )
+    except IserError as error:
+        raise Failure(str(error)) from error
+
+
+def _open_domain(domain_type, mesh, config):
+    import dataclasses
+
+    sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del sizes["num_ranks"]  # follows from the mesh
+    try:
+        return domain_type(mesh, "ep", **sizes)
+    except (ValueError, OSError, TimeoutError) as error:
+        raise Failure(f"no Domain: {error}") from error
+
+
+@contextlib.contextmanager
+def _progress(console, args, num_chunks, is_first):
+    """Yields `measure`'s callback, behind a bar on standard error."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not is_first) as bar:
+        compiling = bar.add_task("compiling arms", total=len(args.arms))
+        runs = num_chunks * args.repeats * len(args.arms)
+        running = bar.add_task("reading chunks in each arm", total=runs)
+        tasks = {"compile": compiling, "run": running}
+        yield lambda arm, stage: bar.advance(tasks[stage])
+
+
+def _report(args, path, config, measurement) -> int:
+    from jax_iser.cli import _prefill_result, _prefill_views
+
+    result = _prefill_result.summarize(args, path.name, config, measurement)
+    out = result_console(args)
+    _prefill_views.print_result(out, result)
+    if args.plot:
+        _prefill_views.plot(result, args.plot)
+    if args.record:
+        _prefill_result.write_trace(args.record, config.num_experts, args.ep, measurement)
+    write_json(args.json, result)
+    return _exit_code(measurement)
+
+
+def _exit_code(measurement) -> int:
+    if measurement.bitwise_equal is False:
+        raise Failure("balancing changed the logits: on and off differ in some bit")
+    if not measurement.repeatable:
+        raise Failure("repeated runs of one arm differ in some bit of the logits")
+    return 0
