@@ -1,10 +1,14 @@
 """What every test shares: eight forced CPU devices, hypothesis profiles, the gpu marker."""
 
 import os
+import pathlib
 import shutil
+import sys
 
 import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # layers.py, what several tests share
 
 # Read once, when jax starts its CPU client: so before any test module imports jax.
 _DEVICES = "--xla_force_host_platform_device_count"

@@ -1,0 +1,189 @@
+"""What tests of the layer share: problems of a known routing, and ways to run them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_iser
+from jax_iser.replay import workloads
+
+AXIS = "ep"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Operands of one layer call over all ranks; the sizes follow from their shapes."""
+
+    x: np.ndarray  # [P * tokens, D]
+    topk_ids: np.ndarray  # [P * tokens, K]
+    topk_weights: np.ndarray  # [P * tokens, K]
+    weights: jax_iser.ExpertWeights  # [E, I, D], [E, I, D], [E, D, I]
+    num_ranks: int
+
+    @property
+    def sizes(self) -> dict:
+        """Arguments of a Domain that fits."""
+        num_experts, intermediate, hidden = self.weights.gate.shape[-3:]
+        return {
+            "num_experts": num_experts,
+            "top_k": self.topk_ids.shape[1],
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "max_tokens_per_rank": len(self.x) // self.num_ranks,
+            "dtype": str(jnp.dtype(self.x.dtype)),
+        }
+
+    @property
+    def operands(self) -> tuple:
+        return self.x, self.topk_ids, self.topk_weights, self.weights
+
+    @property
+    def counts(self) -> np.ndarray:
+        """`[P, E] i32`."""
+        ids = self.topk_ids.reshape(self.num_ranks, -1, self.topk_ids.shape[1])
+        return workloads.counts(ids, self.weights.gate.shape[-3])
+
+
+def make_problem(
+    workload="W2",
+    *,
+    num_ranks=8,
+    tokens=24,
+    num_experts=16,
+    top_k=2,
+    hidden=32,
+    intermediate=48,
+    dtype="float32",
+    num_layers=None,
+    seed=0,
+    step=0,
+) -> Problem:
+    """A problem with routes of the workload and normal operands; stacked with `num_layers`."""
+    rng = np.random.default_rng(seed)
+    ids = workloads.topk_ids(
+        workload,
+        num_ranks=num_ranks,
+        tokens_per_rank=tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        seed=seed,
+        step=step,
+    )
+
+    def normal(*shape, scale=1.0):
+        return (rng.standard_normal(shape) * scale).astype(jnp.dtype(dtype))
+
+    stack = () if num_layers is None else (num_layers,)
+    wide, tall = (num_experts, intermediate, hidden), (num_experts, hidden, intermediate)
+    weights = jax_iser.ExpertWeights(
+        normal(*stack, *wide, scale=hidden**-0.5),
+        normal(*stack, *wide, scale=hidden**-0.5),
+        normal(*stack, *tall, scale=intermediate**-0.5),
+    )
+    topk_weights = rng.dirichlet(np.ones(top_k), size=num_ranks * tokens).astype(np.float32)
+    ids = ids.reshape(-1, top_k)
+    return Problem(normal(num_ranks * tokens, hidden), ids, topk_weights, weights, num_ranks)
+
+
+@functools.cache
+def mesh_of(num_devices: int) -> Mesh:
+    """The first devices along one axis."""
+    return Mesh(np.array(jax.devices()[:num_devices]), (AXIS,))
+
+
+def make_domain(problem: Problem, *, ranks_per_device=1, **knobs) -> jax_iser.Domain:
+    """A Domain that fits the problem, with limits that end a test in time."""
+    mesh = mesh_of(problem.num_ranks // ranks_per_device)
+    limits = {"timeout_s": 60.0, "startup_timeout_s": 60.0}
+    sizes = problem.sizes | limits | {"ranks_per_device": ranks_per_device} | knobs
+    return jax_iser.Domain(mesh, AXIS, **sizes)
+
+
+PLAN_SPECS = jax_iser.Plan(
+    P(AXIS), **{name: P() for name in jax_iser.Plan._fields if name != "route_slot"}
+)
+
+
+def apply_layer(mesh, x, topk_ids, topk_weights, weights, handle, **options):
+    """`moe_layer` under `shard_map`, for use inside jit: `(y, Plan)`."""
+    spec = P(None, AXIS) if np.ndim(weights.gate) == 4 else P(AXIS)
+
+    def on_device(x, topk_ids, topk_weights, weights, handle, extra):
+        return jax_iser.moe_layer(
+            x, topk_ids, topk_weights, weights, handle, axis_name=AXIS, **options, **extra
+        )
+
+    traced = {
+        name: options.pop(name)
+        for name in ("layer", "weights_version")
+        if isinstance(options.get(name), jax.Array)
+    }
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(P(AXIS), P(AXIS), P(AXIS), spec, P(AXIS), P()),
+        out_specs=(P(AXIS), PLAN_SPECS),
+        check_vma=False,
+    )(x, topk_ids, topk_weights, weights, handle, traced)
+
+
+@functools.cache
+def jitted_layer(mesh, **options):
+    """The compiled layer for a mesh and static options."""
+    return jax.jit(functools.partial(apply_layer, mesh, **options))
+
+
+def run_layer(problem: Problem, *, domain=None, options=None, **domain_options):
+    """`(y, Plan)` as NumPy arrays, on `domain` or on one made for this call."""
+    options = options or {}
+    if domain is not None:
+        results = jitted_layer(domain.mesh, **options)(*problem.operands, domain.handle)
+        return jax.tree.map(np.asarray, results)
+    with make_domain(problem, **domain_options) as own:
+        return run_layer(problem, domain=own, options=options)
+
+
+def assert_same_bits(found, expected, what="output"):
+    """Compares raw bytes and names the first coordinate that differs."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape, f"{what}: shape {found.shape}, expected {expected.shape}"
+    assert found.dtype == expected.dtype, f"{what}: {found.dtype}, expected {expected.dtype}"
+    words = f"u{found.dtype.itemsize}"
+    differs = np.ascontiguousarray(found).view(words) != np.ascontiguousarray(expected).view(words)
+    if differs.any():
+        at = tuple(int(i) for i in np.argwhere(differs)[0])
+        raise AssertionError(
+            f"{what} differs in {int(differs.sum())} of {differs.size} elements, first at {at}: "
+            f"{found[at]!r}, expected {expected[at]!r}"
+        )
+
+
+def assert_same_plan(found, expected, fields=None):
+    """Compares the fields of two plans that both have (`CountsPlan` or `Plan`)."""
+    for name in fields or ("broadcasts", "quota", "num_broadcasts", "load_before", "load"):
+        assert_same_bits(
+            np.asarray(getattr(found, name), np.int32),
+            np.asarray(getattr(expected, name), np.int32),
+            name,
+        )
+
+
+def dense_numpy(problem: Problem, layer=None) -> np.ndarray:
+    """The layer in f64, one expert after the other: nobody's kernel. `[P * tokens, D] f64`."""
+    planes = [plane if layer is None else plane[layer] for plane in problem.weights]
+    gate, up, down = (np.asarray(plane, np.float64) for plane in planes)
+    x = np.asarray(problem.x, np.float64)
+    y = np.zeros_like(x)
+    for expert in range(gate.shape[0]):
+        share = np.where(problem.topk_ids == expert, problem.topk_weights, 0).sum(axis=1)
+        gated = x @ gate[expert].T
+        h = gated / (1 + np.exp(-gated)) * (x @ up[expert].T)
+        y += share[:, None] * (h @ down[expert].T)
+    return y
