@@ -1,0 +1,261 @@
+"""The bitwise contract: outputs do not depend on the plan, on where ranks run, nor on tiles."""
+
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layers import (
+    assert_same_bits,
+    assert_same_plan,
+    dense_numpy,
+    make_domain,
+    make_problem,
+    run_layer,
+)
+
+from jax_iser.groups import group_levels
+from jax_iser.replay.workloads import WORKLOADS
+
+DTYPES = ("float32", "bfloat16")
+OFF = {"balance": "none"}
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def hot(request):
+    """A problem with a hot rank, the outputs without replicas, and the plan with them."""
+    problem = make_problem("W2", num_experts=32, top_k=4, dtype=request.param)
+    with make_domain(problem, poison=True) as domain:
+        expected, plan_off = run_layer(problem, domain=domain, options=OFF)
+        _, plan = run_layer(problem, domain=domain)
+    assert plan_off.num_broadcasts == 0
+    assert plan.num_broadcasts > 0
+    assert np.abs(np.asarray(expected, np.float32)).max() > 0.1
+    return problem, expected, plan
+
+
+def check(hot, **options):
+    problem, expected, plan = hot
+    y, found = run_layer(problem, poison=True, **options)
+    assert_same_bits(y, expected)
+    return found, plan
+
+
+def test_output_is_right(hot):
+    problem, expected, _ = hot
+    # The output is a sum of top_k roundings to 24 or 8 bits of values of about its own size.
+    tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[str(problem.x.dtype)]
+    np.testing.assert_allclose(
+        np.asarray(expected, np.float64), dense_numpy(problem), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("ranks_per_device", [1, 2, 4, 8])
+def test_devices_equal_ranks_per_device(hot, ranks_per_device):
+    found, plan = check(hot, ranks_per_device=ranks_per_device)
+    assert_same_plan(found, plan)
+    assert_same_bits(found.route_slot, plan.route_slot, "route_slot")
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"copy_rule": "sami"},
+        {"copy_rule": "per_slot", "min_group_size": 1},
+        {"num_helper_slots": 1},
+        {"num_helper_slots": 16, "min_group_size": 1},
+        {"num_helper_slots": 0},
+        {"bank": "per_layer", "num_layers": 3},
+        {"bank": "per_layer", "num_layers": 3, "resident": True},
+        {"max_routes_per_rank": 1},
+        {"max_routes_per_rank": 7},
+        {"max_routes_per_rank": 40},
+    ],
+    ids=lambda knobs: ",".join(f"{k}={v}" for k, v in knobs.items()),
+)
+def test_knobs_change_no_bit(hot, knobs):
+    check(hot, ranks_per_device=2, **knobs)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("num_ranks", [1, 3, 6, 8, 33])
+def test_on_equals_off(workload, num_ranks):
+    problem = make_problem(
+        workload,
+        num_ranks=num_ranks,
+        tokens=7,
+        num_experts=3 * num_ranks,
+        top_k=3,
+        hidden=20,
+        intermediate=12,
+        step=1,
+    )
+    with make_domain(problem, ranks_per_device=num_ranks, min_group_size=1, poison=True) as domain:
+        expected, _ = run_layer(problem, domain=domain, options=OFF)
+        y, plan = run_layer(problem, domain=domain)
+    assert_same_bits(y, expected)
+    assert plan.load.max() <= max(plan.load_before.max(), -(-plan.load.sum() // num_ranks))
+    assert np.isfinite(y).all()
+
+
+def test_layers_of_one_domain_in_turn():
+    """Both shared banks are used in turn by calls with other routes and weights."""
+    problems = [make_problem("W6", num_experts=32, top_k=4, seed=s, step=s) for s in range(5)]
+    with make_domain(problems[0], num_layers=2) as domain:
+        for layer, problem in enumerate(problems * 2):
+            on, plan = run_layer(problem, domain=domain, options={"layer": layer % 2})
+            off, _ = run_layer(problem, domain=domain, options={"layer": layer % 2} | OFF)
+            assert plan.num_broadcasts > 0
+            assert_same_bits(on, off, f"output of call {layer}")
+
+
+def bundle(problem, expert) -> bytes:
+    return b"".join(np.ascontiguousarray(plane[expert]).tobytes() for plane in problem.weights)
+
+
+def check_replicas(domain, problem, plan, layer=0):
+    """Every member but the owner holds the expert's very bytes. Returns how many there are."""
+    levels, count = group_levels(problem.num_ranks, domain.config.min_group_size), 0
+    for expert, owner, level, group, helper, _ in plan.broadcasts[: plan.num_broadcasts]:
+        for rank in levels[level].members(group):
+            if rank != owner:
+                assert domain.helper(rank, layer, helper) == bundle(problem, expert)
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("copy_rule", ["owner_direct", "sami", "per_slot"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replicas_are_their_experts(copy_rule, dtype):
+    # Planes of 300 KiB (f32) make two slices of the copy.
+    problem = make_problem(
+        "W1", num_experts=32, top_k=4, tokens=8, hidden=150, intermediate=512, dtype=dtype
+    )
+    with make_domain(problem, copy_rule=copy_rule, num_layers=2) as domain:
+        _, plan = run_layer(problem, domain=domain, options={"layer": 1})
+        hows = plan.broadcasts[: plan.num_broadcasts, 5].tolist()
+        assert set(hows) == {"owner_direct": {0}, "sami": {1}}.get(copy_rule, set(hows))
+        assert check_replicas(domain, problem, plan, layer=1) > 8
+
+
+def test_residents_are_not_copied_again():
+    """With changed weights but the same version a resident replica keeps the old bytes."""
+    problem = make_problem("W2", num_experts=32, top_k=4)
+    changed = problem.__class__(
+        problem.x,
+        problem.topk_ids,
+        problem.topk_weights,
+        type(problem.weights)(*(plane + 1 for plane in problem.weights)),
+        problem.num_ranks,
+    )
+    with make_domain(problem, resident=True, bank="per_layer", num_layers=2) as domain:
+        first, plan = run_layer(problem, domain=domain)
+        num_replicas = check_replicas(domain, problem, plan)
+        assert (plan.broadcasts[: plan.num_broadcasts, 5] == 0).all()
+        y, again = run_layer(problem, domain=domain)
+        assert (again.broadcasts[: again.num_broadcasts, 5] == 2).all()
+        assert_same_plan(again, plan, ("quota", "load", "num_broadcasts"))
+        assert_same_bits(y, first)
+        # Nothing moves: the slots keep the old bytes, which a copy would have replaced.
+        run_layer(changed, domain=domain)
+        assert check_replicas(domain, problem, plan) == num_replicas
+        # Another layer has slots of its own, and copies.
+        _, other = run_layer(changed, domain=domain, options={"layer": 1})
+        assert (other.broadcasts[: other.num_broadcasts, 5] == 0).all()
+        check_replicas(domain, changed, other, layer=1)
+        # A new version copies, and is right.
+        options = {"weights_version": 1}
+        y, fresh = run_layer(changed, domain=domain, options=options)
+        assert (fresh.broadcasts[: fresh.num_broadcasts, 5] == 0).all()
+        check_replicas(domain, changed, fresh)
+        assert_same_bits(y, run_layer(changed, domain=domain, options=options | OFF)[0])
+
+
+def test_residents_survive_other_routes():
+    """Plans that want other experts evict, and residency never shows old bytes for new."""
+    with make_domain(
+        make_problem("W6", num_experts=32, top_k=4), resident=True, bank="per_layer"
+    ) as domain:
+        ways = set()
+        for step in (0, 0, 1, 1, 2, 0, 2):
+            problem = make_problem("W6", num_experts=32, top_k=4, step=step)
+            y, plan = run_layer(problem, domain=domain)
+            check_replicas(domain, problem, plan)
+            ways |= set(plan.broadcasts[: plan.num_broadcasts, 5].tolist())
+            assert_same_bits(y, run_layer(problem, domain=domain, options=OFF)[0], f"step {step}")
+    assert ways == {0, 2}
+
+
+def one_row_problem(position, num_rows, dtype):
+    """Expert 0 gets `num_rows` rows from rank 0, the row of interest at `position` among them."""
+    problem = make_problem(
+        "W0", num_ranks=2, tokens=num_rows, num_experts=2, top_k=1, dtype=dtype, hidden=40
+    )
+    rng = np.random.default_rng(position)
+    row = np.random.default_rng(99).standard_normal(40).astype(problem.x.dtype)
+    problem.x[:] = rng.standard_normal(problem.x.shape).astype(problem.x.dtype)
+    problem.x[position] = row
+    problem.topk_weights[:] = 0.7
+    problem.topk_ids[:] = -1
+    problem.topk_ids[:num_rows] = 0
+    return problem
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_through_every_position_and_tile(dtype):
+    """400 rows make several tiles of one expert; the row keeps its bits wherever it stands."""
+    problem = one_row_problem(0, 1, dtype)
+    alone = run_layer(problem, ranks_per_device=2, options=OFF)[0][0]
+    for num_rows in (400, 131):
+        problem = one_row_problem(0, num_rows, dtype)
+        row = problem.x[0].copy()
+        with make_domain(problem, ranks_per_device=2) as domain:
+            for position in range(0, num_rows, 1 if num_rows < 200 else 7):
+                problem.x[0], problem.x[position] = problem.x[position].copy(), row
+                y, _ = run_layer(problem, domain=domain, options=OFF)
+                assert_same_bits(y[position], alone, f"row {position} of {num_rows}")
+                problem.x[position], problem.x[0] = problem.x[0].copy(), row
+
+
+PROGRAM = """
+import hashlib
+from layers import make_problem, run_layer
+digest = hashlib.sha256()
+for dtype in ("float32", "bfloat16"):
+    problem = make_problem("W2", num_experts=32, top_k=4, tokens=64, dtype=dtype)
+    y, plan = run_layer(problem, ranks_per_device=2)
+    assert plan.num_broadcasts > 0
+    digest.update(y.tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_thread_count_changes_no_bit():
+    folder = os.path.dirname(__file__)
+    paths = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    digests = {}
+    for threads in ("1", "2", "5"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONPATH": paths, "ISER_NUM_THREADS": threads},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        digests[threads] = done.stdout.strip()
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_poison_reaches_the_buffers():
+    """The guard of all tests above: what no route writes stays NaN, and is never read."""
+    problem = make_problem("W0", num_experts=16)
+    problem.topk_ids[::3] = -1
+    problem.topk_ids[1::3, 0] = 10_000
+    y, _ = run_layer(problem, poison=True)
+    assert np.isfinite(y).all()
+    assert (y[::3] == 0).all()
+    assert_same_bits(y, run_layer(problem)[0])
+    assert jnp.dtype(y.dtype) == jnp.float32
