@@ -105,13 +105,19 @@ def _layer_spans(num_layers, num_threads):
     return [slice(int(a), int(b)) for a, b in itertools.pairwise(cuts)]
 
 
+def total_routes(trace: Trace, num_ranks: int, tokens_per_rank: int, count: int | None):
+    """`[L, E] i64`: the routes of a trace's first `count` iterations (None: of all)."""
+    totals = np.zeros((trace.num_layers, trace.num_experts), np.int64)
+    for counts in itertools.islice(trace.cut(num_ranks, tokens_per_rank).counts, count):
+        totals += counts.sum(axis=1)
+    return totals
+
+
 def _fit(trace, num_ranks, tokens_per_rank, count, spans, team):
     """Shows the whole trace's loads to the policies that ask for them: a pass of its own."""
     if not any(policy.needs_totals for policy in team[0]):
         return
-    totals = np.zeros((trace.num_layers, trace.num_experts), np.int64)
-    for counts in itertools.islice(trace.cut(num_ranks, tokens_per_rank).counts, count):
-        totals += counts.sum(axis=1)
+    totals = total_routes(trace, num_ranks, tokens_per_rank, count)
     for span, policies in zip(spans, team, strict=True):
         for policy in policies:
             if policy.needs_totals:

@@ -1,0 +1,83 @@
+"""What the replay commands share: trace arguments and their parsing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jax_iser.cli._output import Failure, UsageError, number
+from jax_iser.replay.trace import Trace
+
+MADE = ("synthetic:", "workload:")
+
+
+def integers(low: int, high: int):
+    """An argparse type: comma-separated integers from `low` to `high`."""
+    one = number(int, low, high)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
+def add_size_arguments(parser: argparse.ArgumentParser, iterations: int) -> None:
+    """Sizes of made-up traces; DeepSeek-V4-Pro's by default."""
+    made = parser.add_argument_group("synthetic: and workload: traces")
+    made.add_argument("--layers", type=number(int, 1, 1024), default=61, metavar="L")
+    made.add_argument("--experts", type=number(int, 1, 1024), default=384, metavar="E")
+    made.add_argument("--top-k", type=number(int, 1, 64), default=6, metavar="K")
+    made.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0)
+    made.add_argument(
+        "--iterations",
+        type=number(int, 1, 10**6),
+        metavar="I",
+        help=f"iterations to make (default {iterations}); of recorded traces: at most so many",
+    )
+
+
+def make_trace(text: str, args: argparse.Namespace, iterations: int) -> Trace:
+    """The trace that `synthetic:NAME` or `workload:NAME` names."""
+    kind, _, name = text.partition(":")
+    sizes = {
+        "num_layers": args.layers,
+        "num_experts": args.experts,
+        "top_k": args.top_k,
+        "num_iterations": args.iterations or iterations,
+        "seed": args.seed,
+    }
+    try:
+        if kind == "synthetic":
+            from jax_iser.replay.synthetic import SyntheticTrace
+
+            return SyntheticTrace(name, **sizes)
+        from jax_iser.replay.workload_trace import WorkloadTrace
+
+        return WorkloadTrace(name, **sizes)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def open_all(texts: list[str], args: argparse.Namespace, iterations: int, console) -> list[Trace]:
+    """Every trace that the command line names, in order."""
+    from jax_iser.replay.traces import TraceError, open_traces
+
+    traces: list[Trace] = []
+    for text in texts:
+        if text.startswith(MADE):
+            traces.append(make_trace(text, args, iterations))
+            continue
+        if not Path(text).exists():
+            raise UsageError(
+                f"trace {text} does not exist (made-up ones are {' or '.join(MADE)}...)"
+            )
+        try:
+            with console.status(f"reading {text}"):
+                traces += open_traces(text, args.num_experts)
+        except TraceError as error:
+            raise Failure(str(error)) from None
+    return traces
+
+
+def folder(text: str) -> Path:
+    """An argparse type: a folder that can be made."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
+    return path

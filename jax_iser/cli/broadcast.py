@@ -1,0 +1,64 @@
+"""Models of broadcasting one expert to g devices: ring, scatter + all-gather, one port, SAMI.
+
+Bandwidth is payload over time. One-port multicast is measured, at g = 4, 8 and 16, by the paper
+(section 3.3); the others are models of the link bandwidth and a latency.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.table import Table
+
+from jax_iser.cli._output import (
+    add_json_argument,
+    check_writable,
+    number,
+    progress_console,
+    result_console,
+    write_json,
+)
+from jax_iser.cli._replay import folder, integers
+
+EXAMPLE = "jax-iser broadcast --groups 4,8,16 --link-gbps 450 --json -"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    groups = list(range(2, 17))
+    parser.add_argument("--groups", type=integers(2, 1024), default=groups, metavar="G,...")
+    parser.add_argument(
+        "--expert-bytes", type=number(int, 1), default=37_158_912, metavar="B", help="payload"
+    )
+    parser.add_argument("--link-gbps", type=number(float, 1e-3, 1e6), default=900.0, metavar="GB/S")
+    parser.add_argument("--latency-us", type=number(float, 0, 1e6), default=5.0, metavar="US")
+    parser.add_argument(
+        "--slice-bytes", type=number(int, 1), default=2 * 2**20, metavar="B", help="of the ring"
+    )
+    add_json_argument(parser)
+    parser.add_argument("--plot", type=folder, metavar="DIR", help="write the figure to a folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from jax_iser.replay.broadcast import Link, broadcast_rows
+
+    check_writable("--json", args.json)
+    link = Link(args.link_gbps * 1e9, args.latency_us * 1e-6, args.slice_bytes)
+    rows = broadcast_rows(args.expert_bytes, args.groups, link)
+    table = Table(title=f"broadcast of {args.expert_bytes / 1e6:.2f} MB, GB/s")
+    for name in ("g", "ring", "scatter + all-gather", "one port (measured)", "SAMI"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        one_port = f"{row.one_port_gbps:.0f}" if row.one_port_gbps else "-"
+        cells = (row.ring_gbps, row.scatter_all_gather_gbps)
+        table.add_row(
+            str(row.group_size), *(f"{v:.0f}" for v in cells), one_port, f"{row.sami_gbps:.0f}"
+        )
+    result_console(args).print(table)
+    rows_json = [row._asdict() for row in rows]
+    write_json(args.json, {"payload_mb": args.expert_bytes / 1e6, "rows": rows_json})
+    if args.plot:
+        from jax_iser.replay.figures import broadcast_figure
+
+        path = broadcast_figure(rows, args.plot)
+        progress_console().print(f"wrote {path}", markup=False)
+    return 0
