@@ -40,6 +40,7 @@ class Members:
     tag: str = ""
     sockets: list[socket.socket] = dataclasses.field(default_factory=list)
     fds: list[int] = dataclasses.field(default_factory=list)
+    placed: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def barrier(self, name: str, timeout_s: float) -> None:
         """Waits until every process is here; nothing to do in a single one."""
@@ -55,7 +56,7 @@ class Members:
             sock.close()
         for fd in self.fds:
             os.close(fd)
-        self.sockets, self.fds = [], []
+        self.sockets, self.fds, self.placed = [], [], []
 
     def exchange_fds(self, fd: int, note: dict) -> list[tuple[int, dict]]:
         """Sends a descriptor with a note to every other process; theirs, by `specs` index."""
@@ -72,6 +73,8 @@ class Members:
         starts = np.cumsum([0] + [_round_up(piece.nbytes) for piece in local])
         fd = _memfd(int(max(starts[-1], 1)))
         memory = _iser.placed_bytes(fd, int(max(starts[-1], 1)))
+        # Peers find it by its address here, which nothing else may take while they look.
+        self.placed.append(memory)
         address = memory.ctypes.data
         notes = self.exchange_fds(fd, {"address": address, "bytes": memory.nbytes, "n": serial})
         for (peer_fd, note), (_, first_rank, _, _) in zip(notes, self.specs, strict=True):

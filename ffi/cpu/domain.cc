@@ -1,6 +1,7 @@
 #include "ffi/cpu/domain.h"
 
 #include <poll.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -49,7 +50,10 @@ Domain::Domain(DomainOptions domain_options, std::vector<Segment> segments, int3
   }
 }
 
-Domain::~Domain() = default;
+Domain::~Domain() {
+  devices_.clear();  // joins the threads that read what goes now
+  for (const PlacedMemory& memory : placed_) munmap(const_cast<uint8_t*>(memory.base), memory.bytes);
+}
 
 Device* Domain::device_of(int32_t first_rank) {
   const auto found = devices_.find(first_rank);

@@ -58,7 +58,7 @@ struct PlacedMemory {
   int32_t first_rank;   // of the process that owns it
   uint64_t owner_base;  // its address there
   uint64_t bytes;
-  const uint8_t* base;  // its address here
+  const uint8_t* base;  // its address here; the Domain unmaps it
 };
 
 // One device's call. Pointers stay valid until fused_moe has completed on the device.
