@@ -3,12 +3,9 @@
 import os
 import pathlib
 import shutil
-import sys
 
 import pytest
 from hypothesis import settings
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))  # layers.py, what several tests share
 
 # Read once, when jax starts its CPU client: so before any test module imports jax.
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -16,11 +13,12 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Programs that tests start find the package under test from any folder, and not the bare sources
-# of the folder they start in, which have no extension module.
+# Programs that tests start find what tests share and the package under test from any folder, and
+# not the bare sources of the folder they start in, which have no extension module.
+_TESTS = str(pathlib.Path(__file__).parent)
+_FOLDERS = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each]
 os.environ["PYTHONSAFEPATH"] = "1"
-if path := os.environ.get("PYTHONPATH"):
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([_TESTS, *_FOLDERS]))
 
 # print_blob: a failure prints the line that reproduces it.
 settings.register_profile("local", deadline=None, print_blob=True)
