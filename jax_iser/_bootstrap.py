@@ -1,13 +1,14 @@
 """How the processes of a Domain find each other and map each other's memory.
 
-Memory is an anonymous memfd: nothing has a name on the file system, so nothing is left behind when a
-process is killed. Descriptors travel over an abstract Unix socket whose address goes through
-jax.distributed's key-value store together with a one-time token; both ends check the token and that
-the peer runs as the same user.
+Memory is an anonymous memfd: nothing has a name on the file system, so nothing is left behind when
+a process is killed. Descriptors travel over an abstract Unix socket whose address goes through
+jax.distributed's key-value store together with a one-time token; both ends check the token and
+that the peer runs as the same user.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -49,6 +50,25 @@ class Members:
 
     def _client(self):
         return key_value_client()
+
+    def part(self, timeout_s: float) -> tuple[int, str] | None:
+        """Waits until every process leaves; None, or (its first rank, what became of it)."""
+        for sock in self.sockets:
+            with contextlib.suppress(OSError):
+                sock.sendall(b"x")
+        for _, first_rank, _, alive in self.specs:
+            for sock in self.sockets:
+                if sock.fileno() != alive:
+                    continue
+                sock.settimeout(timeout_s)
+                try:
+                    if not sock.recv(1):
+                        return first_rank, "is gone"
+                except TimeoutError:
+                    return first_rank, f"did not close its Domain within {timeout_s:g} s"
+                except OSError:
+                    return first_rank, "is gone"
+        return None
 
     def close(self) -> None:
         """Closes descriptors and sockets; mappings are closed by the Domain."""

@@ -118,13 +118,23 @@ class Domain:
             return
         failure = self._failure()
         if failure is None:
-            self._members.barrier("closing", self.config.timeout_s)
+            # Idle first: a process that leaves looks dead to calls that still wait.
+            _iser.wait_idle(self._id, wait_s)
+            failure = self._failure() or self._part()
         self._is_open = False
         _open_domains.discard(self)
         _iser.close_domain(self._id, wait_s if failure is None else 0.0)
         self._members.close()
         if check and failure is not None:
             raise failure
+
+    def _part(self) -> IserError | None:
+        missing = self._members.part(self.config.timeout_s)
+        if missing is None:
+            return None
+        rank, fate = missing
+        text = f"IserError: the process of rank {rank} {fate} while this one closed the Domain"
+        return IserError(text, code=2 if fate == "is gone" else 1, peer=rank, stage="closing")
 
     def _failure(self) -> IserError | None:
         fields = _iser.describe_error(self._id)

@@ -71,6 +71,12 @@ std::shared_ptr<cpu::Domain> get(uint32_t id) {
   return domain;
 }
 
+bool wait_idle(uint32_t id, double wait_s) {
+  const auto domain = get(id);
+  nb::gil_scoped_release release;
+  return domain->wait_idle(static_cast<int64_t>(wait_s * 1e9));
+}
+
 // Waits for calls in flight, fails those that do not end, and forgets the Domain.
 bool close_domain(uint32_t id, double wait_s) {
   std::shared_ptr<cpu::Domain> domain = get(id);
@@ -232,6 +238,7 @@ void bind_domain(nb::module_& m) {
           nb::arg("max_routes_per_rank"), nb::arg("timeout_s"), nb::arg("startup_timeout_s"),
           nb::arg("poison"));
   m.def("create_domain", &create_domain);
+  m.def("wait_idle", &wait_idle);
   m.def("close_domain", &close_domain);
   m.def("describe_error", &describe_error);
   m.def("read_busy", &read_busy);
