@@ -237,7 +237,8 @@ def _append(record: ArmRecord, runs: list[_Run], targets, separator) -> None:
         getattr(record, name).append([layer[name] for layer in first.layers])
     ids = np.stack([layer["topk_ids"] for layer in first.layers], axis=1)
     record.topk_ids.append(ids.astype(np.int16))
-    record.busy.append(None if first.busy is None else np.min([run.busy for run in runs], axis=0))
+    busy = [run.busy for run in runs if run.busy is not None]
+    record.busy.append(np.min(busy, axis=0) if busy else None)
     record.seconds.append([run.seconds for run in runs])
     record.logits_sha256.append(hashlib.sha256(first.logits.tobytes()).hexdigest())
     record.bits.append(text_bits(first.logits, targets, separator))

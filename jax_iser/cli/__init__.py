@@ -1,6 +1,6 @@
-"""`jax-iser`: the command line. Each command is a module of its own, imported when it is asked for.
+"""`jax-iser`: the command line. A command is a module of its own, imported when it is asked for.
 
-A command module has `EXAMPLE` (a line for its help), `add_arguments(parser)` and `run(args) -> int`.
+It has a docstring and `EXAMPLE` (a line) for its help, `add_arguments(parser)`, `run(args) -> int`.
 Exit codes: 0 success, 2 bad usage (one line on standard error), 1 failure (likewise).
 """
 
@@ -83,6 +83,9 @@ def _run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         code, text = 130, "interrupted"
     except BrokenPipeError:  # a reader such as `head` left
+        sys.stderr.close()  # or Python complains again when it flushes standard output at exit
         return 1
+    except OSError as error:  # a full disk, say
+        code, text = 1, str(error)
     print(f"{parser.prog}: error: {' '.join(text.split())}", file=sys.stderr)
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 from jax_iser.cli._output import Failure, UsageError
 
@@ -43,6 +44,7 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
     """
     import jax
 
+    _keep_native_prints_off_stdout()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -52,18 +54,31 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
         raise Failure(f"process {process_id} could not join {coordinator}: {error}") from error
 
 
+def _keep_native_prints_off_stdout() -> None:
+    """Gloo reports its connections on descriptor 1; from here on only Python writes there."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(stdout, "w", buffering=1)
+
+
 def make_mesh(num_devices: int, axis: str = "ep"):
     """A mesh of one axis over the first devices of every process, in process order.
 
     Raises:
       UsageError: there are fewer devices.
+      Failure: jax does not start.
     """
     import jax
 
-    processes = jax.process_count()
+    try:
+        devices, processes = jax.devices(), jax.process_count()
+    except Exception as error:  # jax raises several kinds
+        text = str(error) or f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise Failure(f"jax found no device: {text}") from error
     each = num_devices // processes
     by_process: dict[int, list] = {}
-    for device in jax.devices():
+    for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
     fewest = min(map(len, by_process.values()))
     if fewest < each or len(by_process) < processes:

@@ -83,7 +83,7 @@ def number(kind: type, low: float, high: float | None = None) -> Callable[[str],
 
 def make_table(*columns: str) -> Table:
     """A plain table of right-justified columns."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -8,9 +8,9 @@ from jax_iser.prefill import ArmRecord, Measurement, imbalance
 
 
 def summarize(args, model: str, config, measurement: Measurement) -> dict:
-    """Sums (bytes, broadcasts, seconds) and means (imbalance) over the chunks; docs/cli.md has the keys.
+    """Sums over the chunks (bytes, broadcasts, seconds), and means (imbalance).
 
-    What an arm that did not run would have given is None.
+    docs/cli.md describes the keys. What an arm that did not run would have given is None.
     """
     off, on, fb = (measurement.arms.get(arm) for arm in ("off", "on", "fb"))
     read = off or on

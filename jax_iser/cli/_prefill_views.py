@@ -10,7 +10,7 @@ from rich.table import Table
 from jax_iser.cli._output import bar, make_table, or_dash
 
 _BUSY_NOTE = (
-    "busy, ms: CPU time in expert tiles of the slowest rank of each layer call, summed over chunks. "
+    "busy, ms: CPU time in expert tiles of each layer call's slowest rank, summed over the chunks. "
     "It is the time a layer would take if every rank had a core of its own. Wall time cannot show "
     "that gain here: {ranks} ranks share {cores} cores, which do the same work in total however it "
     "is split."
@@ -66,7 +66,9 @@ def _cells(row: dict, imbalance_off) -> list[str]:
 
 def _print_bars(console: Console, result: dict) -> None:
     longest = max(layer["imbalance_off"] for layer in result["layers"])
-    console.print("R, most loaded rank over mean, before (░) and after (█) balancing; 1 is balanced")
+    console.print(
+        "R, most loaded rank over mean, before (░) and after (█) balancing; 1 is balanced"
+    )
     for layer in result["layers"]:
         before, after = layer["imbalance_off"], layer["imbalance_on"]
         console.print(f"{layer['layer']:>5}  {bar(before, longest, mark='░')} {before:.3f}")

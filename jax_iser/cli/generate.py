@@ -16,14 +16,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _model.add_model_argument(parser)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue; '-' reads standard input")
-    add("--tokens", type=number(int, 1), default=200, help="bytes to add at most (default 200)")
+    add(
+        "--tokens",
+        metavar="N",
+        type=number(int, 1),
+        default=200,
+        help="bytes to add at most (default 200)",
+    )
     add(
         "--temperature",
+        metavar="T",
         type=number(float, 0, 100),
         default=0.8,
         help="0 takes the likeliest byte each time (default 0.8)",
     )
-    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling (default 0)")
+    add(
+        "--seed",
+        metavar="N",
+        type=number(int, 0, 2**32 - 1),
+        default=0,
+        help="of the sampling (default 0)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

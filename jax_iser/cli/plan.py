@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,16 +33,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     count = number(int, 0, 2**31 - 1)
     add("counts", metavar="COUNTS", help="integers [ranks, experts], .npy or comma-separated .csv")
-    add("--slots", type=number(int, 0, 16), default=4, help="helper slots of a rank (default 4)")
-    add("--min-group-size", type=int, choices=(4, 2, 1), default=4, help="(default 4)")
-    add("--min-routes", type=count, default=0, help="skip placements that move fewer (default 0)")
+    add(
+        "--slots",
+        metavar="S",
+        type=number(int, 0, 16),
+        default=4,
+        help="helper slots of a rank (default 4)",
+    )
+    add(
+        "--min-group-size",
+        type=int,
+        choices=(4, 2, 1),
+        default=4,
+        help="of helper groups, 4, 2 or 1 ranks (default 4)",
+    )
+    add(
+        "--min-routes",
+        metavar="N",
+        type=count,
+        default=0,
+        help="skip placements that move fewer (default 0)",
+    )
     add(
         "--gain-threshold",
+        metavar="N",
         type=count,
         default=0,
         help="plan nothing while max/mean load is below this many thousandths (default 0)",
     )
-    add("--copy-rule", choices=COPY_RULES, default="per_slot", help="(default per_slot)")
+    add("--copy-rule", choices=COPY_RULES, default="per_slot", help="who sends (default per_slot)")
     add(
         "--resident",
         metavar="FILE",
@@ -54,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     counts = read_integers(args.counts)
     resident = None if args.resident is None else read_integers(args.resident)
-    knobs = {
+    knobs: dict[str, Any] = {
         "num_helper_slots": args.slots,
         "min_group_size": args.min_group_size,
         "min_routes": args.min_routes,
@@ -64,10 +84,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = plan_counts(counts, **knobs, resident=resident)
         # Residency moves no route, so that it has no part in the flow.
-        flow = plan_many(counts[None], **knobs, with_flow=True, num_threads=1).flow[0]
+        flow = plan_many(counts[None], **knobs, with_flow=True, num_threads=1).flow
     except ValueError as error:
         raise UsageError(f"{args.counts}: {error}") from error
-    result = explain(plan, flow, args.min_group_size)
+    assert flow is not None
+    result = explain(plan, flow[0], args.min_group_size)
     _print(result_console(args), result)
     write_json(args.json, result)
     return 0

@@ -1,7 +1,7 @@
-"""Reads text with a trained MoE language model over expert-parallel ranks on this machine's CPU, and
-rebalances every MoE layer as it runs. Each rank reads sequences of its own; every chunk goes through
-three arms in turn: off (no balancing), on (HALO-Q) and fb (forced balanced routing: the time a
-perfectly balanced layer takes; its outputs mean nothing)."""
+"""Reads text with a trained MoE language model over expert-parallel ranks on this machine's CPU,
+and rebalances every MoE layer as it runs. Each rank reads sequences of its own; every chunk goes
+through three arms in turn: off (no balancing), on (HALO-Q) and fb (forced balanced routing: the
+time a perfectly balanced layer takes; its outputs mean nothing)."""
 
 from __future__ import annotations
 
@@ -32,19 +32,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what to read (default: source files of Python's standard library)",
     )
-    add("--chunks", type=number(int, 1), default=16, help="chunks to read at most (default 16)")
-    add("--ep", type=number(int, 1, 72), default=8, help="expert-parallel ranks (default 8)")
-    add("--slots", type=number(int, 0, 16), default=4, help="helper slots of a rank (default 4)")
-    add("--tokens-per-rank", type=number(int, 1), default=512, help="bytes a rank (default 512)")
-    add("--ranks-per-device", type=number(int, 1), default=1, help="(default 1)")
-    add("--arms", type=_arms, default=("off", "on", "fb"), help="(default off,on,fb)")
-    add("--min-group-size", type=int, choices=(4, 2, 1), default=4, help="(default 4)")
-    add("--method", choices=("fused", "reference"), default="fused", help="(default fused)")
+    add(
+        "--chunks",
+        metavar="N",
+        type=number(int, 1),
+        default=12,
+        help="chunks to read at most (default 12)",
+    )
+    add(
+        "--ep",
+        metavar="P",
+        type=number(int, 1, 72),
+        default=8,
+        help="expert-parallel ranks (default 8)",
+    )
+    add(
+        "--slots",
+        metavar="S",
+        type=number(int, 0, 16),
+        default=4,
+        help="helper slots of a rank (default 4)",
+    )
+    add(
+        "--tokens-per-rank",
+        metavar="N",
+        type=number(int, 1),
+        default=512,
+        help="bytes of a rank's sequence in a chunk (default 512)",
+    )
+    add(
+        "--ranks-per-device",
+        metavar="V",
+        type=number(int, 1),
+        default=1,
+        help="consecutive ranks that share a CPU device (default 1)",
+    )
+    add(
+        "--arms",
+        metavar="ARM,...",
+        type=_arms,
+        default=("off", "on", "fb"),
+        help="what to run, out of off, on, fb (default all)",
+    )
+    add(
+        "--min-group-size",
+        type=int,
+        choices=(4, 2, 1),
+        default=4,
+        help="ranks of the smallest group that an expert is copied to (default 4)",
+    )
+    add(
+        "--method",
+        choices=("fused", "reference"),
+        default="fused",
+        help="reference: plain JAX, without copies and without busy times (default fused)",
+    )
     add(
         "--repeats",
+        metavar="N",
         type=number(int, 1),
-        default=2,
-        help="runs of each chunk and arm; the least busy time of a rank counts (default 2)",
+        default=3,
+        help="runs of each chunk and arm; the least busy time of a rank counts (default 3)",
     )
     add_json_argument(parser)
     add("--plot", metavar="FILE", help="picture of R and busy time per layer (PNG, SVG or PDF)")
@@ -53,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several processes on this host", "start the same command once for each --process-id"
     )
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--num-processes", type=number(int, 1))
-    several.add_argument("--process-id", type=number(int, 0))
+    several.add_argument("--num-processes", metavar="N", type=number(int, 1))
+    several.add_argument("--process-id", metavar="I", type=number(int, 0))
 
 
 def _arms(text: str) -> tuple[str, ...]:
@@ -94,6 +142,8 @@ def _check(args) -> int:
         )
     if args.record and set(args.arms) == {"fb"}:
         raise UsageError("--record with --arms fb: forced routing is no trace; add off or on")
+    if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
+        raise UsageError(f"--plot {args.plot} does not end in .png, .svg or .pdf")
     for option in ("json", "plot", "record"):
         check_writable(f"--{option}", getattr(args, option))
     several = (args.coordinator, args.num_processes, args.process_id)
@@ -167,6 +217,8 @@ def _introduce(console, args, path, domain_config, inputs, text) -> None:
 
 
 def _measure(args, model, mesh, config, inputs, targets, console, is_first):
+    from jax.errors import JaxRuntimeError
+
     from jax_iser import Domain, IserError
     from jax_iser.models.data import SEPARATOR
     from jax_iser.prefill import measure, reference_handle
@@ -187,7 +239,7 @@ def _measure(args, model, mesh, config, inputs, targets, console, is_first):
                 separator=SEPARATOR,
                 progress=progress,
             )
-    except IserError as error:
+    except (IserError, JaxRuntimeError) as error:
         raise Failure(str(error)) from error
 
 
