@@ -196,7 +196,8 @@ class MoELM(nnx.Module):
         return [KeyValueCache(zeros, zeros) for _ in self.layers]
 
     def _run(self, tokens, start, caches, **options):
-        x = self._shard(self.embedding[...].astype(self.dtype)[tokens])
+        # Looked up in f32: its gradient is a sum over many tokens, wrong and slow in bf16.
+        x = self._shard(self.embedding[...].astype(jnp.float32)[tokens].astype(self.dtype))
         new_caches = []
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             x, cache = layer(x, start, cache, **options)

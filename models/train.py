@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -104,21 +105,25 @@ def balance(bias, loads, rate):
 
 
 def make_optimizer(args):
-    """AdamW, warm-up then cosine decay to a twentieth; matrices alone decay in weight."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, args.learning_rate, args.warmup, args.steps, args.learning_rate / 20
-    )
+    """AdamW at a learning rate of 1 (the step scales it); matrices alone decay in weight."""
     decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.98, weight_decay=args.weight_decay, mask=decayed),
-    ), schedule
+        optax.adamw(1.0, b2=0.98, weight_decay=args.weight_decay, mask=decayed),
+    )
+
+
+def learning_rate(args, step, progress):
+    """Linear warm-up over steps, then cosine decay to a twentieth over `progress` from 0 to 1."""
+    warm = jnp.minimum(1.0, (step + 1) / args.warmup)
+    cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(progress, 0.0, 1.0)))
+    return args.learning_rate * warm * (0.05 + 0.95 * cosine)
 
 
 def make_train_steps(graphdef, optimizer, corpus, args):
-    """A compiled function that takes `args.log_every` steps."""
+    """A compiled function that takes `args.log_every` steps at a given progress of training."""
 
-    def step(carry, _):
+    def step(progress, carry, _):
         params, biases, opt_state, index = carry
         window = sample(
             corpus, jax.random.fold_in(jax.random.key(args.seed), index), args.batch, args.seq_len
@@ -126,15 +131,17 @@ def make_train_steps(graphdef, optimizer, corpus, args):
         loss_of = lambda params: loss_fn(nnx.merge(graphdef, params, biases), window)  # noqa: E731
         (loss, loads), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        rate = args.balance_rate * jnp.minimum(1.0, 4.0 * (1.0 - index / args.steps))
+        scale = learning_rate(args, index, progress)
+        params = optax.apply_updates(params, jax.tree.map(lambda u: u * scale, updates))
+        rate = args.balance_rate * jnp.minimum(1.0, 4.0 * (1.0 - progress))
         for (_, bias), load in zip(_in_layer_order(biases), loads, strict=True):
             bias.set_value(balance(bias.get_value(), load, rate))
         load_ratio = (loads.max(-1) / loads.mean(-1)).mean()
         return (params, biases, opt_state, index + 1), (loss, optax.global_norm(grads), load_ratio)
 
-    def steps(carry):
-        carry, metrics = jax.lax.scan(step, carry, None, length=args.log_every)
+    def steps(carry, progress):
+        one = functools.partial(step, progress)
+        carry, metrics = jax.lax.scan(one, carry, None, length=args.log_every)
         return carry, jax.tree.map(jnp.mean, metrics)
 
     return jax.jit(steps, donate_argnums=0)
@@ -145,12 +152,11 @@ def _in_layer_order(biases):
 
 
 def evaluate_all(model, streams, args) -> dict:
-    """Bits a byte and R (mean over chunks and layers) of each development stream."""
+    """Bits a byte and R (mean over chunks and layers) of each stream that fills a batch."""
     results = {}
     for name, stream in streams.items():
-        chunks = min(args.eval_chunks, (len(stream) - 1) // (8 * 512))
-        if chunks:
-            bits, counts = evaluate(model, stream[: args.eval_bytes], chunks=chunks)
+        if len(stream) > args.eval_chunks * 8 * 512:
+            bits, counts = evaluate(model, stream[: args.eval_bytes], chunks=args.eval_chunks)
             ratio = float(imbalance(counts).mean())
             results[name] = {"bits_per_byte": round(bits, 4), "imbalance": round(ratio, 4)}
     return results
@@ -176,7 +182,8 @@ def parse_arguments(argv):
     parser.add_argument("--scheme", default="dense", help="of the reference MoE")
     parser.add_argument("--attention", default=None, help="cudnn on a GPU")
     parser.add_argument("--log-every", type=int, default=50)
-    parser.add_argument("--eval-every", type=int, default=1000, help="a multiple of --log-every")
+    parser.add_argument("--max-seconds", type=float, default=None, help="ends the schedule sooner")
+    parser.add_argument("--evals", type=int, default=4, help="evaluations and saves on the way")
     parser.add_argument("--eval-chunks", type=int, default=1, help="chunks in a forward pass")
     parser.add_argument("--eval-bytes", type=int, default=200_000, help="of each text")
     return parser.parse_args(argv)
@@ -193,7 +200,7 @@ def train(args) -> MoELM:
     options = {"dtype": args.dtype, "attention": args.attention}
     model = MoELM(config, reference_scheme=args.scheme, **options, rngs=nnx.Rngs(args.seed))
     graphdef, params, biases = nnx.split(model, nnx.Param, RoutedBias)
-    optimizer, schedule = make_optimizer(args)
+    optimizer = make_optimizer(args)
     carry = (params, biases, optimizer.init(params), jnp.int32(0))
     train_steps = make_train_steps(graphdef, optimizer, corpus, args)
     hyper = ("steps", "batch", "seq_len", "learning_rate", "warmup", "weight_decay")
@@ -209,19 +216,25 @@ def train(args) -> MoELM:
         settings = {name: getattr(args, name) for name in hyper}
         write({"config": dataclasses.asdict(config), "parameters": size, **settings})
         write({"data": about})
-        began = time.monotonic()
-        for done in range(args.log_every, args.steps + 1, args.log_every):
-            carry, (loss, norm, load_ratio) = train_steps(carry)
+        began, done, progress = time.monotonic(), 0, 0.0
+        next_eval = 1 / args.evals
+        while progress < 1:
+            rate = float(learning_rate(args, done, progress))
+            carry, (loss, norm, load_ratio) = train_steps(carry, progress)
+            done += args.log_every
+            seconds = time.monotonic() - began
+            progress = max(done / args.steps, seconds / (args.max_seconds or np.inf))
             record = {
                 "step": done,
                 "tokens": done * args.batch * args.seq_len,
                 "train_bits_per_byte": round(float(loss), 4),
                 "gradient_norm": round(float(norm), 4),
                 "expert_load_max_over_mean": round(float(load_ratio), 4),
-                "learning_rate": round(float(schedule(done)), 6),
+                "learning_rate": round(rate, 6),
                 "seconds": round(time.monotonic() - began, 1),
             }
-            if done % args.eval_every == 0 or done == args.steps:
+            if progress >= min(next_eval, 1):
+                next_eval += 1 / args.evals
                 model = nnx.merge(graphdef, *carry[:2])
                 record["dev"] = evaluate_all(model, dev, args)
                 save(model, out)
