@@ -1,10 +1,10 @@
 """Planner: C++ against its NumPy twin and against EPLB's rule in NumPy, on the same counts.
 
 The counts are routes of 8,192 tokens a rank, top-6, over power-law popular experts in random
-places. Plans are compared bit for bit before anything is timed. EPLB's rule plans from expert totals
-onto the same slots, vectorised over layers. A plan at every layer call has one layer to go by, since
-the next one's counts are not known yet: that is `eplb_numpy`. `eplb_numpy_61` is its time a layer
-when the layers of a whole model come in one call, as for a static plan.
+places. Plans are compared bit for bit before anything is timed. EPLB's rule plans from expert
+totals onto the same slots, vectorised over layers. A plan at every layer call has one layer to go
+by, since the next one's counts are not known yet: that is `eplb_numpy`. `eplb_numpy_61` is its
+time a layer when the layers of a whole model come in one call, as for a static plan.
 """
 
 from __future__ import annotations
@@ -71,15 +71,13 @@ def main() -> None:
     rng = np.random.default_rng(0)
     rows = [measure(ranks, args.repeats, rng) for ranks in (4, 8, 16, 32, 64)]
     _report.say(f"E={EXPERTS}, S={SLOTS}, {TOKENS} tokens/rank, top-{TOP_K}; one thread; medians")
-    _report.say(
-        "  EP   C++ us    NumPy us   EPLB us  EPLB (61) us   NumPy/C++  EPLB/C++   R off -> on"
-    )
+    _report.say("us a plan:  C++   NumPy    EPLB  EPLB (61)  NumPy/C++  EPLB/C++  R off -> on")
     for row in rows:
         us = row["micros_per_plan"]
         _report.say(
-            f"{row['ep']:4} {us['cpp']:8.2f} {us['numpy']:11.0f} {us['eplb_numpy']:9.0f} {us['eplb_numpy_61']:13.0f} "
-            f"{row['numpy_over_cpp']:11.0f} {row['eplb_over_cpp']:9.0f}   "
-            f"{row['imbalance_off']:.3f} -> {row['imbalance_on']:.3f}"
+            f"EP{row['ep']:<4} {us['cpp']:9.2f} {us['numpy']:7.0f} {us['eplb_numpy']:7.0f} "
+            f"{us['eplb_numpy_61']:10.0f} {row['numpy_over_cpp']:10.0f} "
+            f"{row['eplb_over_cpp']:9.0f}  {row['imbalance_off']:.3f} -> {row['imbalance_on']:.3f}"
         )
     _report.write(args, {"experts": EXPERTS, "slots": SLOTS, "rows": rows})
 

@@ -1,0 +1,37 @@
+"""NumPy twin of the replication: which bytes each helper slot holds after a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_iser.groups import group_levels
+from jax_iser.reference.planner import RESIDENT
+
+
+def replicate(broadcasts, weights, *, num_ranks, num_helper_slots, min_group_size=4):
+    """The helper slots that a plan's copies fill.
+
+    Every member of a broadcast's group but the owner, which computes at home, gets the expert's
+    bundle in the broadcast's helper index. Resident broadcasts move nothing and are left out.
+
+    Args:
+      broadcasts: `[P*S, 6] i32`, as in `CountsPlan`.
+      weights: gate, up `[E, I, D]` and down `[E, D, I]` of all experts.
+      num_ranks, num_helper_slots, min_group_size: as the plan was made with.
+
+    Returns:
+      `{(rank, helper index): bytes}`: gate, up and down planes of the expert, in this order.
+    """
+    levels = group_levels(num_ranks, min_group_size)
+    slots: dict[tuple[int, int], bytes] = {}
+    for expert, owner, level, group, helper, how in np.asarray(broadcasts).tolist():
+        if expert < 0:
+            break
+        if how == RESIDENT:
+            continue
+        bundle = b"".join(np.ascontiguousarray(plane[expert]).tobytes() for plane in weights)
+        for rank in levels[level].members(group):
+            if rank != owner:
+                assert (rank, helper) not in slots, "two broadcasts share a helper slot"
+                slots[rank, helper] = bundle
+    return slots
