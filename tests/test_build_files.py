@@ -132,6 +132,21 @@ def test_core_headers_compile_one_by_one(tmp_path):
         assert done.returncode == 0, f"{path.name}:\n{done.stderr}"
 
 
+def test_every_environment_variable_of_ours_is_documented():
+    used = set()
+    for folder in ("ffi", "jax_iser", "models", "scripts", "bazel"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".cc", ".h", ".cu", ".py", ".bzl"}:
+                used |= set(re.findall(r"[\"'](ISER_[A-Z_]+)[\"']", path.read_text()))
+    documented = set(re.findall(r"^\| `(ISER_\w+)`", environment_table(), re.MULTILINE))
+    options = {"ISER_INPLACE", "ISER_WERROR", "ISER_XLA_FFI_INCLUDE"}  # CMake's, in building.md
+    assert used - options == documented
+
+
+def environment_table() -> str:
+    return (ROOT / "docs" / "environment.md").read_text()
+
+
 def test_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     module = re.search(r'version = "([^"]+)"', (ROOT / "MODULE.bazel").read_text())
