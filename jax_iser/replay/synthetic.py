@@ -59,14 +59,15 @@ def popularity(shares, tail: float, num_experts: int) -> np.ndarray:
     """`[E] f64`, descending, with the given cumulative shares at ranks 1, 2, 4, 8, 16 and sum 1."""
     if not shares:
         return np.full(num_experts, 1 / num_experts)
-    if num_experts <= RANKS_OF_SHARES[-1]:
-        raise ValueError(
-            f"num_experts={num_experts} is not above {RANKS_OF_SHARES[-1]}, the hottest experts "
-            "whose shares are given; use more experts or the uniform trace"
-        )
     head = _head(np.asarray(shares))
     place = np.arange(1, num_experts - len(head) + 1)
     rest, low, high = 1 - sum(head), 1e-6, 1e9
+    if len(place) * head[-1] <= rest:
+        least = len(head) + int(rest / head[-1]) + 1
+        raise ValueError(
+            f"num_experts={num_experts} cannot have these shares, for none of the others may be "
+            f"hotter than the 16th; use at least {least} experts or the uniform trace"
+        )
     for _ in range(200):
         scale = np.sqrt(low * high)
         values = head[-1] * np.exp(-((place / scale) ** tail))
@@ -98,6 +99,7 @@ def layer_popularity(calibration: Calibration, num_layers: int, num_experts: int
         layers /= layers.sum(axis=1, keepdims=True)
         layers = -np.sort(-layers, axis=1)
         shape *= base / layers.mean(axis=0)
+        shape /= shape.sum()
     field = rng.standard_normal((num_layers, num_experts))
     for e in range(1, num_experts):
         field[:, e] += calibration.neighbours * (field[:, e - 1] - field[:, e])

@@ -68,9 +68,10 @@ class AllRank(Policy):
         plans = np.arange(batch.num_plans)
         chosen = np.empty((batch.num_plans, min(self.slots, batch.num_experts)), np.int64)
         for step in range(chosen.shape[1]):
-            at_home = np.maximum(left, 0).reshape(batch.num_plans, batch.num_ranks, -1)
-            rank = at_home.sum(axis=2).argmax(axis=1)
+            at_home = left.reshape(batch.num_plans, batch.num_ranks, -1)
+            load = np.where((at_home >= 0).any(axis=2), np.maximum(at_home, 0).sum(axis=2), -1)
+            rank = load.argmax(axis=1)
             mine = np.arange(batch.num_experts) // batch.home == rank[:, None]
             chosen[:, step] = np.where(mine, left, -2).argmax(axis=1)
-            left[plans, chosen[:, step]] = -1
+            left[plans, chosen[:, step]] = -1  # chosen
         return chosen

@@ -115,7 +115,7 @@ class OwnerGroups(Policy):
             plans.append(n)
             rows.append(np.stack([expert, owner, level, group], axis=1))
         plan, rows, quota = state.rows(plans, rows, quotas)
-        rows = rows.reshape(len(plan), -1)
+        rows = rows.reshape(len(plan), 4)
         return self._outcome(batch, plan, rows, quota, state.load.astype(np.int32))
 
     def _choose(self, levels, state, free, n, owner, amount):

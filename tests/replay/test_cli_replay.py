@@ -1,0 +1,170 @@
+"""The replay, synth, roofline and broadcast commands: output, exit codes, errors of one line."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jax_iser.cli import main
+
+SMALL = ["--layers", "2", "--experts", "96", "--top-k", "2", "--tokens-per-rank", "64"]
+
+
+def run(capsys, *argv):
+    """Exit code, standard output and standard error of a command."""
+    try:
+        code = main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_replay_json_is_pure(capsys):
+    code, out, err = run(
+        capsys, "replay", "synthetic:mixed", *SMALL, "--ep", "4,5,8", "--iterations", "2",
+        "--policy", "none,haloq:min_group_size=1", "--slots", "2,4", "--json", "-",
+    )  # fmt: skip
+    assert code == 0
+    result = json.loads(out)
+    assert len(result["rows"]) == 2 * 2 * 2
+    row = result["rows"][1]
+    assert (row["trace"], row["ep"], row["slots"]) == ("synthetic:mixed", 4, 2)
+    assert (row["policy"], row["min_group_size"]) == ("haloq:min_group_size=1", 1)
+    assert (row["iterations"], row["layers"], row["tokens_per_rank"]) == (2, 2, 64)
+    assert "96 experts do not divide over 5" in result["skipped"][0]
+    assert "do not divide" in err
+
+
+def test_replay_says_what_it_assumed(capsys, npz):
+    code, out, err = run(capsys, "replay", str(npz()), "--ep", "2,4")
+    assert code == 0
+    assert "cannot fill one chunk of 8192 tokens/rank at EP4: replayed at 5" in err.replace(
+        "\n", " "
+    )
+    assert "trace, mean over iterations" in out
+
+
+def test_replay_costs(capsys, tmp_path):
+    points = tmp_path / "points.json"
+    points.write_text("[[1, 1564], [2, 2615]]")
+    for option in (["--time-fit", "513,1051"], ["--time-points", str(points)]):
+        code, out, _ = run(
+            capsys, "replay", "workload:W2", *SMALL, "--ep", "4", "--iterations", "1",
+            "--expert-bytes", "1000000", *option, "--json", "-",
+        )  # fmt: skip
+        assert code == 0
+        none, haloq = json.loads(out)["rows"]
+        assert none["layer_us"] == pytest.approx(513 + 1051 * none["imbalance"])
+        assert haloq["layer_us"] < haloq["layer_us_off"] == pytest.approx(none["layer_us"])
+        assert haloq["remote_mb"] == pytest.approx(haloq["remote_copies"])
+
+
+def test_replay_plots(capsys, tmp_path):
+    code, _, _ = run(
+        capsys, "replay", "workload:W1", "workload:W2", *SMALL, "--ep", "4,8", "--iterations", "2",
+        "--policy", "none,haloq,p2p", "--plot", str(tmp_path / "figures"),
+    )  # fmt: skip
+    assert code == 0
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    wanted = ("fig1_imbalance", "fig2_popularity", "fig4c_owner_copies", "fig7_objectives")
+    assert names == {f"{name}.png" for name in wanted}
+
+
+def test_synth_then_replay(capsys, tmp_path):
+    out_file = str(tmp_path / "w3.npz")
+    made = ["workload:W3", *SMALL, "--ep", "4"]
+    code, out, _ = run(capsys, "synth", *made, "--out", out_file, "--json", "-")
+    assert code == 0
+    assert json.loads(out)["tokens"] == 2 * 4 * 64
+    code, out, _ = run(capsys, "replay", out_file, *made, "--iterations", "2", "--json", "-")
+    rows = json.loads(out)["rows"]
+    assert rows[1]["imbalance_off"] == pytest.approx(rows[3]["imbalance_off"])
+    assert rows[1]["imbalance"] == pytest.approx(rows[3]["imbalance"])
+
+
+def test_roofline(capsys, tmp_path):
+    code, out, _ = run(capsys, "roofline", "--json", "-", "--plot", str(tmp_path))
+    assert code == 0
+    result = json.loads(out)
+    assert len(result["scenarios"]) == 64
+    assert set(result["scenarios"][0]) == {
+        "device", "model", "tokens_per_rank", "copies", "shared", "ratio", "line", "above",
+    }  # fmt: skip
+    assert round(result["routed_us"], 1) == 432.9
+    assert (tmp_path / "fig3_roofline.png").stat().st_size > 10_000
+
+
+def test_roofline_of_ones_own(capsys):
+    code, out, _ = run(
+        capsys, "roofline", "--device", "H200:1.979:450:2", "--model", "mine:4096:2048:8:1:4096:48",
+        "--tokens-per-rank", "4096", "--copies", "0,3", "--json", "-",
+    )  # fmt: skip
+    assert code == 0
+    rows = json.loads(out)["scenarios"]
+    assert [(r["device"], r["copies"], r["shared"]) for r in rows] == [
+        ("H200", 0, False), ("H200", 3, False), ("H200", 0, True), ("H200", 3, True),
+    ]  # fmt: skip
+
+
+def test_broadcast(capsys, tmp_path):
+    code, out, _ = run(
+        capsys, "broadcast", "--groups", "4,16", "--json", "-", "--plot", str(tmp_path)
+    )
+    assert code == 0
+    assert round(json.loads(out)["rows"][1]["ring_gbps"]) == 250
+    assert (tmp_path / "fig5b_broadcast.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["replay"], 2, "TRACE"),
+        (["replay", "nothing.npz"], 2, "does not exist"),
+        (["replay", "synthetic:other"], 2, "not one of mixed, gsm8k, uniform"),
+        (["replay", "workload:W8"], 2, "not one of W0"),
+        (["replay", "workload:W0", "--ep", "x"], 2, "not an integer"),
+        (["replay", "workload:W0", "--ep", "0"], 2, "below 1"),
+        (["replay", "workload:W0", "--slots", "17"], 2, "above 16"),
+        (["replay", "workload:W0", "--policy", "best"], 2, "not one of none"),
+        (["replay", "workload:W0", "--policy", "haloq:x=1"], 2, "no setting"),
+        (["replay", "workload:W0", "--min-group-size", "3"], 2, "not one of 1, 2, 4"),
+        (["replay", "workload:W0", "--time-fit", "1"], 2, "A,B"),
+        (["replay", "workload:W0", "--json", "/nowhere/x.json"], 2, "does not exist"),
+        (["replay", "workload:W0", "--experts", "32", "--ep", "5"], 1, "nothing was replayed"),
+        (["replay", "synthetic:mixed", "--experts", "32"], 2, "at least"),
+        (["synth", "mixed", "--out", "x.npz"], 2, "does not start with"),
+        (["synth", "workload:W0", "--out", "x.pt"], 2, "does not end in .npz"),
+        (["roofline", "--device", "a:b:c:d"], 2, "--device"),
+        (["roofline", "--model", "a:1:2"], 2, "fields"),
+        (["broadcast", "--groups", "1"], 2, "below 2"),
+    ],
+)
+def test_errors_are_one_line(capsys, argv, code, message):
+    found, out, err = run(capsys, *argv)
+    assert found == code
+    assert message in err
+    assert len([line for line in err.splitlines() if "error" in line]) == 1
+    assert not out
+
+
+def test_a_broken_trace_is_a_failure(capsys, npz):
+    code, _, err = run(capsys, "replay", str(npz(topk_ids=np.zeros((2, 2)))))
+    assert code == 1
+    assert "topk_ids: found float64 of shape (2, 2); expected integers" in err
+
+
+@pytest.mark.parametrize("command", ["replay", "synth", "roofline", "broadcast"])
+def test_help_shows_an_example(capsys, command):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    assert f"example:\n  jax-iser {command} " in out
+
+
+def test_policies_and_planner_do_not_need_jax():
+    """The planner's module, which everything here leans on, must not be what imports jax."""
+    code = "import sys, jax_iser.planner as p; print('jax' in vars(p))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
