@@ -140,6 +140,7 @@ def moe_layer(
             "min_group_size": config.min_group_size,
             "min_routes": config.min_routes,
             "gain_threshold": config.gain_threshold,
+            "copy_rule": config.copy_rule,
         }
     gate, up, down = _select_layer(weights, layer)
     devices = 1 if axis_name is None else lax.axis_size(axis_name)
