@@ -15,6 +15,7 @@ import jax_iser
 from jax_iser.replay import workloads
 
 AXIS = "ep"
+OFF = {"balance": "none"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layers import (
+    OFF,
     assert_same_bits,
     assert_same_plan,
     dense_numpy,
@@ -20,7 +21,6 @@ from jax_iser.groups import group_levels
 from jax_iser.replay.workloads import WORKLOADS
 
 DTYPES = ("float32", "bfloat16")
-OFF = {"balance": "none"}
 
 
 @pytest.fixture(scope="module", params=DTYPES)
