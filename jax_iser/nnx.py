@@ -131,13 +131,9 @@ class MoE(nnx.Module):
             raise ValueError(f'balance={balance!r} is not one of ("haloq", "none")')
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
-        self.router_options = {
-            "score_function": score_function,
-            "num_groups": num_groups,
-            "top_k_groups": top_k_groups,
-            "routed_scaling_factor": routed_scaling_factor,
-            "norm_topk_prob": norm_topk_prob,
-        }
+        self.score_function, self.norm_topk_prob = score_function, norm_topk_prob
+        self.num_groups, self.top_k_groups = num_groups, top_k_groups
+        self.routed_scaling_factor = routed_scaling_factor
         self.dtype, self.mesh, self.axis = dtype, mesh, axis
         self.balance, self.layer, self.reference_scheme = balance, layer, reference_scheme
         planes = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
@@ -257,8 +253,12 @@ class MoE(nnx.Module):
             topk_ids, topk_weights = route(
                 router_logits(tokens, router),
                 top_k=self.top_k,
+                score_function=self.score_function,
+                num_groups=self.num_groups,
+                top_k_groups=self.top_k_groups,
                 routed_bias=bias,
-                **self.router_options,
+                routed_scaling_factor=self.routed_scaling_factor,
+                norm_topk_prob=self.norm_topk_prob,
             )
         else:
             rank = 0 if axis_name is None else jax.lax.axis_index(axis_name)
@@ -267,7 +267,7 @@ class MoE(nnx.Module):
                 rank * tokens.shape[0],
                 self.top_k,
                 self.num_experts,
-                self.router_options["routed_scaling_factor"],
+                self.routed_scaling_factor,
             )
         y, plan = self._moe_layer(
             tokens,

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_iser.planner import plan_counts
+
 from .checkpoint import default_directory, from_pretrained
 from .data import SEPARATOR, is_held_out, read_jsonl, read_sources, sequences, to_stream
 from .lm import MoELM, prefill
@@ -70,6 +72,15 @@ def imbalance(counts: np.ndarray, num_ranks: int = 8) -> np.ndarray:
     return load.max(-1) / load.mean(-1)
 
 
+def balanced_imbalance(counts: np.ndarray, num_helper_slots: int = 4) -> np.ndarray:
+    """R of every chunk and layer, `[chunks, layers]`, under HALO-Q with default groups."""
+    plan_of = functools.partial(plan_counts, num_helper_slots=num_helper_slots)
+    ratios = [
+        [plan.load.max() / plan.load.mean() for plan in map(plan_of, chunk)] for chunk in counts
+    ]
+    return np.array(ratios)
+
+
 def read_text(args: argparse.Namespace) -> dict[str, np.ndarray]:
     """The streams that the arguments name."""
     streams = {path: to_stream(read_jsonl(path)) for path in args.jsonl}
@@ -101,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
             "bits_per_byte": round(bits, 4),
             "chunks": len(counts),
             "imbalance_mean": round(float(ratio.mean()), 4),
+            "imbalance_haloq_mean": round(float(balanced_imbalance(counts).mean()), 5),
             "imbalance_layers": [round(float(r), 4) for r in ratio.mean(0)],
             "seconds": round(time.monotonic() - began, 1),
         }

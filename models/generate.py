@@ -13,9 +13,10 @@ from .data import SEPARATOR
 from .lm import MoELM
 
 
-@functools.partial(nnx.jit, static_argnames=("greedy",))
-def _next(model, tokens, start, caches, temperature, key, *, greedy):
-    logits, caches = model.decode(tokens, start, caches)
+@functools.partial(jax.jit, static_argnames=("graphdef", "greedy"))
+def _next(graphdef, state, tokens, start, caches, temperature, key, *, greedy):
+    """The next byte `[1, 1] i32` and the caches, from the bytes `tokens` at `start`."""
+    logits, caches = nnx.merge(graphdef, state).decode(tokens, start, caches)
     logits = logits[0, -1]
     choice = jnp.argmax(logits) if greedy else jax.random.categorical(key, logits / temperature)
     return choice.astype(jnp.int32)[None, None], caches
@@ -43,12 +44,12 @@ def stream(
         )
     tokens = jnp.asarray([[SEPARATOR, *prompt]], jnp.int32)
     caches = model.empty_caches(1, tokens.shape[1] + max_new_tokens)
+    graphdef, state = nnx.split(model)
+    step = functools.partial(_next, graphdef, state, greedy=temperature == 0)
     key, start = jax.random.key(seed), 0
     for index in range(max_new_tokens):
         step_key = jax.random.fold_in(key, index)
-        choice, caches = _next(
-            model, tokens, jnp.int32(start), caches, temperature, step_key, greedy=temperature == 0
-        )
+        choice, caches = step(tokens, jnp.int32(start), caches, temperature, step_key)
         start, tokens = start + tokens.shape[1], choice
         byte = int(choice[0, 0])
         if byte == SEPARATOR:

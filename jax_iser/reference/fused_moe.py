@@ -84,7 +84,7 @@ def _layout(local_ids, num_experts, rows):
       (0 in padding), `block_expert [blocks] i32`, and the number of blocks in use.
     """
     num_routes = local_ids.shape[0]
-    num_blocks = -(-num_routes // rows) + num_experts
+    num_blocks = min(-(-num_routes // rows) + num_experts, num_routes)
     is_local = (local_ids >= 0) & (local_ids < num_experts)
     ids = jnp.where(is_local, local_ids, num_experts)
     sizes = jnp.bincount(ids, length=num_experts + 1)[:num_experts]
