@@ -4,8 +4,8 @@
 // tile reads its rows from the sources' token sections and writes them to the sources' combine
 // sections. Tiles of helper slots open once every rank is READY.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
-#include <limits>
 
 #include "ffi/cpu/domain.h"
 #include "ffi/cpu/pool.h"
@@ -39,25 +39,27 @@ struct WavePosition {
   int32_t taken = 0;  // of that source's routes to that slot
 };
 
-float read_element(const uint8_t* row, size_t index, DType dtype) {
-  if (dtype == DType::kF32) return reinterpret_cast<const float*>(row)[index];
-  const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[index]) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-void write_element(uint8_t* row, size_t index, float value, DType dtype) {
-  if (dtype == DType::kF32) {
-    reinterpret_cast<float*>(row)[index] = value;
-    return;
+// Elements as f32, and back: to nearest, ties to even.
+struct F32 {
+  using Stored = float;
+  static float read(Stored value) { return value; }
+  static Stored write(float value) { return value; }
+};
+struct BF16 {
+  using Stored = uint16_t;
+  static float read(Stored value) {
+    const uint32_t bits = static_cast<uint32_t>(value) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof(result));
+    return result;
   }
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const bool is_nan = value != value;
-  bits += 0x7fff + (bits >> 16 & 1);  // to nearest, ties to even
-  reinterpret_cast<uint16_t*>(row)[index] = is_nan ? 0x7fc0 : static_cast<uint16_t>(bits >> 16);
-}
+  static Stored write(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return static_cast<Stored>(value != value ? 0x7fc0 : rounded);
+  }
+};
 
 void add_tiles(Wave& wave, int32_t slot, size_t first, size_t tile_rows) {
   for (size_t at = first; at < wave.rows.size(); at += tile_rows) {
@@ -187,25 +189,43 @@ void publish_tokens(Domain& domain, const Invocation& invocation, const FusedCal
 }
 
 // y[t] = sum over k, in order, of weight * expert output, in f32; padding adds nothing.
+template <typename Element>
 void combine_tokens(const Domain& domain, const Invocation& invocation, const FusedCall& call,
                     int32_t rank, int32_t local_idx, size_t first, size_t last) {
+  using Stored = typename Element::Stored;
   const DomainShape& shape = domain.shape();
-  const DType dtype = domain.options.dtype;
-  const uint8_t* outputs = domain.block(rank).section<uint8_t>(Section::kCombine);
+  const size_t hidden = shape.hidden, top_k = shape.top_k;
+  const Stored* outputs = domain.block(rank).section<Stored>(Section::kCombine);
   const size_t row0 = static_cast<size_t>(local_idx) * invocation.call.num_tokens;
-  std::vector<float> sum(shape.hidden);
+  const int32_t* route_slot = invocation.route_slot.data() + row0 * top_k;
+  const float* weights = call.topk_weights + row0 * top_k;
+  std::vector<float> sum(hidden);
   for (size_t t = first; t < last; ++t) {
     std::fill(sum.begin(), sum.end(), 0.0f);
-    for (int32_t k = 0; k < shape.top_k; ++k) {
-      const size_t route = t * shape.top_k + k;
-      if (invocation.route_slot[row0 * shape.top_k + route] < 0) continue;
-      const float weight = call.topk_weights[row0 * shape.top_k + route];
-      const uint8_t* row = outputs + route * shape.token_bytes();
-      for (int32_t d = 0; d < shape.hidden; ++d) sum[d] += weight * read_element(row, d, dtype);
+    for (size_t route = t * top_k; route < (t + 1) * top_k; ++route) {
+      if (route_slot[route] < 0) continue;
+      const float weight = weights[route];
+      const Stored* row = outputs + route * hidden;
+      for (size_t d = 0; d < hidden; ++d) sum[d] += weight * Element::read(row[d]);
     }
-    uint8_t* out = call.y + (row0 + t) * shape.token_bytes();
-    for (int32_t d = 0; d < shape.hidden; ++d) write_element(out, d, sum[d], dtype);
+    Stored* out = reinterpret_cast<Stored*>(call.y) + (row0 + t) * hidden;
+    for (size_t d = 0; d < hidden; ++d) out[d] = Element::write(sum[d]);
   }
+}
+
+// The device's tokens, in chunks over the pool.
+void combine(const Domain& domain, const Invocation& invocation, const FusedCall& call,
+             int32_t first_rank) {
+  const size_t tokens = invocation.call.num_tokens;
+  const size_t chunks = (tokens + kCombineTokens - 1) / kCombineTokens;
+  const auto combine_chunk = domain.options.dtype == DType::kF32 ? combine_tokens<F32>
+                                                                 : combine_tokens<BF16>;
+  Pool::shared().run(domain.options.ranks_per_device * chunks, [&](size_t task) {
+    const int32_t v = static_cast<int32_t>(task / chunks);
+    const size_t first = task % chunks * kCombineTokens;
+    combine_chunk(domain, invocation, call, first_rank + v, v, first,
+                  std::min(tokens, first + kCombineTokens));
+  });
 }
 
 bool plans_agree(Domain& domain, const Invocation& invocation, int32_t rank) {
@@ -268,13 +288,7 @@ bool fused_moe(Domain& domain, Invocation& invocation, const FusedCall& call, in
     std::memset(call.y, 0xff, ranks * tokens * domain.shape().token_bytes());
     return false;
   }
-  const size_t chunks = (tokens + kCombineTokens - 1) / kCombineTokens;
-  Pool::shared().run(ranks * chunks, [&](size_t task) {
-    const int32_t v = static_cast<int32_t>(task / chunks);
-    const size_t first = task % chunks * kCombineTokens;
-    combine_tokens(domain, invocation, call, first_rank + v, v, first,
-                   std::min(tokens, first + kCombineTokens));
-  });
+  combine(domain, invocation, call, first_rank);
   return true;
 }
 
