@@ -98,7 +98,9 @@ size_t expert_tile_scratch_bytes(int hidden, int intermediate, int max_rows, DTy
   return sizeof(float) * ScratchLayout(max_rows, hidden, intermediate).end;
 }
 
-size_t gemm_tn_scratch_bytes(int m, int k) { return sizeof(float) * ScratchLayout(m, k, 0).end; }
+size_t gemm_tn_scratch_bytes(int m, int k) {
+  return sizeof(float) * ScratchLayout(m < kGemmRows ? m : kGemmRows, k, 0).end;
+}
 
 void expert_tile(const ExpertTile& tile, std::byte* scratch) {
   if (tile.num_rows == 0) return;

@@ -25,6 +25,9 @@ constexpr int kMaxRowsAtOnce = 12;  // weight rows of a chunk
 constexpr int kWeightStride = kBlockDepth + 16;
 constexpr int kMaxLanes = 16;  // rows of a tile are padded to the vector width, at most this
 
+constexpr int kGemmRows =
+    192;  // rows that gemm_tn takes at a time: a multiple of every panel's rows
+
 constexpr size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
 // Scratch of one call, in floats, each part a multiple of 64 bytes.

@@ -193,15 +193,15 @@ void expert_tile_isa(const ExpertTile& tile, std::byte* scratch) {
                              : expert_tile_of<F32>(tile, floats);
 }
 
-// Row addresses are made for some panels at a time, on the stack.
+// kGemmRows rows at a time, so that their addresses fit on the stack.
 void gemm_tn_isa(int m, int n, int k, const float* x, const float* w, float* c,
                  std::byte* scratch) {
-  constexpr int kChunk = kPanelRows * 8;
-  const void* rows[kChunk];
-  void* out_rows[kChunk];
+  static_assert(kGemmRows % kPanelRows == 0);
+  const void* rows[kGemmRows];
+  void* out_rows[kGemmRows];
   auto* floats = reinterpret_cast<float*>(scratch);
-  for (int first = 0; first < m; first += kChunk) {
-    const Panels panels{min_of(kChunk, m - first)};
+  for (int first = 0; first < m; first += kGemmRows) {
+    const Panels panels{min_of(kGemmRows, m - first)};
     for (int i = 0; i < panels.num_rows; ++i) {
       rows[i] = x + static_cast<size_t>(first + i) * k;
       out_rows[i] = c + static_cast<size_t>(first + i) * n;
