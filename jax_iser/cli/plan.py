@@ -5,6 +5,7 @@ assignments of source rank s to expert e; expert e lives on rank e // (experts /
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def read_integers(path: str) -> np.ndarray:
         if suffix == ".npy":
             array = np.load(path, allow_pickle=False)
         else:
-            array = np.loadtxt(path, dtype=np.int64, delimiter=",", ndmin=2)
+            with warnings.catch_warnings(action="ignore"):  # of an empty file, an error below
+                array = np.loadtxt(path, dtype=np.int64, delimiter=",", ndmin=2)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     except (ValueError, EOFError) as error:
