@@ -48,6 +48,7 @@ using SegmentSpec = std::tuple<int, int, int, int>;
 
 uint32_t create_domain(const cpu::DomainOptions& options, const std::vector<SegmentSpec>& specs,
                        int local_segment) {
+  cpu::gemm_isa();  // raises on a bad ISER_CPU_ISA here rather than on a thread of the pool
   std::vector<cpu::Segment> segments;
   std::vector<size_t> sizes;
   for (const auto& [fd, first_rank, num_ranks, alive_fd] : specs) {
