@@ -44,7 +44,7 @@ class HaloQ(Policy):
     min_group_size: int = 4
     min_routes: int = 0
     gain_threshold: int = 0
-    copy_rule: str = "per_slot"
+    copy_rule: str = "owner_direct"
     resident: int = 0
 
     def __post_init__(self):
