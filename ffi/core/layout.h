@@ -92,19 +92,19 @@ struct BlockView {
   const BlockLayout* layout;
 
   template <typename T>
-  T* section(Section section) const {
+  ISER_HD T* section(Section section) const {
     return reinterpret_cast<T*>(base + layout->offset[static_cast<int>(section)]);
   }
-  RankWords* words() const { return section<RankWords>(Section::kWords); }
-  int32_t* counts(const DomainShape& shape, uint32_t generation) const {
+  ISER_HD RankWords* words() const { return section<RankWords>(Section::kWords); }
+  ISER_HD int32_t* counts(const DomainShape& shape, uint32_t generation) const {
     return section<int32_t>(Section::kCounts) + (generation & 1) * shape.slots.num_experts;
   }
-  uint8_t* helper(const DomainShape& shape, int32_t bank, int32_t helper_idx) const {
+  ISER_HD uint8_t* helper(const DomainShape& shape, int32_t bank, int32_t helper_idx) const {
     return section<uint8_t>(Section::kBanks) +
            (static_cast<size_t>(bank) * shape.slots.num_helper_slots + helper_idx) *
                shape.bundle_bytes();
   }
-  uint8_t* staged(const DomainShape& shape, int32_t index) const {
+  ISER_HD uint8_t* staged(const DomainShape& shape, int32_t index) const {
     return section<uint8_t>(Section::kStage) + index * shape.bundle_bytes();
   }
 };

@@ -1,0 +1,178 @@
+// What the devices of a Domain share, and how their kernels arrive and wait.
+//
+// Each device owns one head (its arrival counters, abort cell and mail) and the blocks of its ranks,
+// laid out by ffi/core/layout.h; peers reach both through a DeviceTable in their own memory. The
+// meaning of stages, counters and words is that of ffi/core/protocol.h. Generations are counted in
+// device memory by the plan kernel, so that a captured and replayed program stays right.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ffi/core/haloq.h"
+#include "ffi/core/layout.h"
+#include "ffi/core/protocol.h"
+
+namespace iser::cuda {
+
+constexpr int kMaxRanks = 128;
+constexpr int kMaxDevices = 128;
+
+// Head of a device's symmetric memory; its mail follows (see below). Zero before the first call.
+struct DeviceHead {
+  ProcessWords words;               // peers raise the arrivals and write errors here
+  alignas(64) uint32_t generation;  // of the last plan of this device; no peer touches it
+};
+
+// Mail, two copies by generation parity: every rank stores its call tag and its counts to every
+// device, then arrives at Stage::kCounts there. A copy is stored again two generations later, when
+// its owner's next plan, and so all that ran before it on COPY, has passed.
+struct alignas(64) MailTag {
+  CallTag tag;
+};
+
+ISER_HD inline size_t mail_bytes(const DomainShape& shape) {
+  const size_t ranks = shape.slots.num_ranks, experts = shape.slots.num_experts;
+  return align_up(ranks * (sizeof(MailTag) + sizeof(int32_t) * experts), kBlockAlign);
+}
+
+ISER_HD inline size_t head_bytes(const DomainShape& shape) {
+  return align_up(sizeof(DeviceHead), kBlockAlign) + 2 * mail_bytes(shape);
+}
+
+ISER_HD inline MailTag* mail_tags(const DomainShape& shape, DeviceHead* head,
+                                  uint32_t generation) {
+  uint8_t* mail = reinterpret_cast<uint8_t*>(head) + align_up(sizeof(DeviceHead), kBlockAlign);
+  return reinterpret_cast<MailTag*>(mail + (generation & 1) * mail_bytes(shape));
+}
+
+// i32 [num_ranks, num_experts].
+ISER_HD inline int32_t* mail_counts(const DomainShape& shape, DeviceHead* head,
+                                    uint32_t generation) {
+  return reinterpret_cast<int32_t*>(mail_tags(shape, head, generation) + shape.slots.num_ranks);
+}
+
+// All addresses as this device sees them; in device memory, written once when the Domain is made.
+struct DeviceTable {
+  DomainShape shape;
+  BlockLayout layout;
+  int32_t num_devices;
+  int32_t ranks_per_device;
+  int32_t device;          // this one: holds ranks [first_rank, first_rank + ranks_per_device)
+  int32_t first_rank;
+  uint64_t timeout_ns;
+  uint64_t startup_timeout_ns;  // for the first generation
+  DeviceHead* heads[kMaxDevices];
+  uint8_t* blocks[kMaxRanks];
+
+  ISER_HD DeviceHead* head() const { return heads[device]; }
+  ISER_HD BlockView block(int32_t rank) const { return {blocks[rank], &layout}; }
+};
+
+// What a device keeps of the plan for the ops that follow it on COPY and MAIN.
+struct PlanOutputs {
+  int32_t* route_slot;      // [V*num_tokens, top_k]
+  int32_t* broadcasts;      // [P*S, 6]
+  int32_t* quota;           // [P*S, P]
+  int32_t* num_broadcasts;  // []
+  int32_t* load_before;     // [P]
+  int32_t* load;            // [P]
+  int32_t* status;          // [], an ErrorCode
+  uint32_t* generation;     // []
+};
+
+#if defined(__CUDACC__)
+
+__device__ inline uint32_t load_acquire(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline uint32_t load_relaxed(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline void store_release(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline void store_relaxed(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline void add_release(uint32_t* word, uint32_t value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline uint64_t global_ns() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)::"memory");
+  return ns;
+}
+
+__device__ inline bool has_failed(const DeviceTable& table) {
+  return load_relaxed(&table.head()->words.aborted) != 0;
+}
+
+// Writes the error to every device and ends all waits; the first error on a device stays. One
+// thread.
+__device__ inline void fail(const DeviceTable& table, const ErrorWord& error) {
+  for (int32_t d = 0; d < table.num_devices; ++d) {
+    ProcessWords* words = &table.heads[d]->words;
+    // 2 marks an error being written; 1 one that can be read.
+    if (atomicCAS_system(&words->aborted, 0u, 2u) == 0u) {
+      words->error = error;
+      store_release(&words->aborted, 1);
+    }
+  }
+}
+
+// One warp, after a barrier with all threads whose writes the arrival publishes: its release is
+// cumulative over what that barrier has made visible to the lanes.
+__device__ inline void arrive(const DeviceTable& table, Stage stage, int32_t rank,
+                              uint32_t generation) {
+  const int32_t lane = threadIdx.x % 32, index = static_cast<int32_t>(stage);
+  if (lane == 0) store_relaxed(&table.block(rank).words()->arrived[index], generation);
+  __syncwarp();
+  for (int32_t d = lane; d < table.num_devices; d += 32) {
+    add_release(&table.heads[d]->words.arrivals[index], 1);
+  }
+}
+
+__device__ inline int32_t missing_rank(const DeviceTable& table, Stage stage,
+                                       uint32_t generation) {
+  for (int32_t r = 0; r < table.shape.slots.num_ranks; ++r) {
+    const uint32_t* word = &table.block(r).words()->arrived[static_cast<int32_t>(stage)];
+    if (!has_reached(load_relaxed(word), generation)) return r;
+  }
+  return -1;
+}
+
+// Until every rank has arrived: one thread; a barrier hands what it has acquired to the others.
+// False once the Domain has failed; fails it at the limit. Never spins for longer.
+__device__ inline bool wait(const DeviceTable& table, Stage stage, int32_t rank,
+                            uint32_t generation, int32_t layer) {
+  const ProcessWords* words = &table.head()->words;
+  const uint32_t* word = &words->arrivals[static_cast<int32_t>(stage)];
+  const uint32_t complete = generation * static_cast<uint32_t>(table.shape.slots.num_ranks);
+  const uint64_t limit = generation == 1 ? table.startup_timeout_ns : table.timeout_ns;
+  const uint64_t begin = global_ns();
+  for (;;) {
+    const uint32_t aborted = load_relaxed(&words->aborted);
+    if (has_reached(load_acquire(word), complete)) return aborted == 0;
+    if (aborted != 0) return false;
+    if (global_ns() - begin < limit) continue;
+    fail(table, {static_cast<int32_t>(ErrorCode::kTimeout), rank,
+                 missing_rank(table, stage, generation), layer, static_cast<int32_t>(stage),
+                 generation, limit / 1'000'000, 0});
+    return false;
+  }
+}
+
+#endif  // __CUDACC__
+
+}  // namespace iser::cuda
