@@ -485,18 +485,39 @@ ISER_HD inline void source_share(const PlanConfig& config, const int32_t* counts
   share[source] += haloq::smaller(count_of(source), quota[source]);
 }
 
-// FNV-1a over the broadcasts and quotas in use: equal plans have equal hashes.
+// One term of the plan's hash: `value` at `place`, mixed by the finaliser of splitmix64.
+ISER_HD inline uint64_t hash_term(uint32_t place, int32_t value) {
+  uint64_t z = (static_cast<uint64_t>(place) << 32 | static_cast<uint32_t>(value)) +
+               0x9e3779b97f4a7c15ull;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+  return z ^ z >> 31;
+}
+
+// What broadcast `index` adds to the hash; a quota of `value` routes at `host` adds quota_term.
+ISER_HD inline uint64_t broadcast_terms(const PlanConfig& config, const Broadcast& row,
+                                        int32_t index) {
+  const uint32_t place = 1 + index * (config.slots.num_ranks + 5);
+  return hash_term(place, row.expert) + hash_term(place + 1, row.level) +
+         hash_term(place + 2, row.group_idx) + hash_term(place + 3, row.helper_idx) +
+         hash_term(place + 4, row.how);
+}
+
+ISER_HD inline uint64_t quota_term(const PlanConfig& config, int32_t index, int32_t host,
+                                   int32_t value) {
+  if (value == 0) return 0;
+  return hash_term(1 + index * (config.slots.num_ranks + 5) + 5 + host, value);
+}
+
+// Over the broadcasts and quotas in use: equal plans have equal hashes. A sum, so that threads may
+// add their terms in any order.
 ISER_HD inline uint64_t plan_hash(const PlanConfig& config, const PlanView& plan) {
-  uint64_t hash = 14695981039346656037ull;
-  const auto mix = [&](int32_t value) {
-    hash = (hash ^ static_cast<uint32_t>(value)) * 1099511628211ull;
-  };
-  mix(*plan.num_broadcasts);
+  uint64_t hash = hash_term(0, *plan.num_broadcasts);
   for (int32_t b = 0; b < *plan.num_broadcasts; ++b) {
-    const Broadcast& row = plan.broadcasts[b];
-    mix(row.expert), mix(row.level), mix(row.group_idx), mix(row.helper_idx), mix(row.how);
+    hash += broadcast_terms(config, plan.broadcasts[b], b);
     for (int32_t r = 0; r < config.slots.num_ranks; ++r) {
-      mix(plan.quota[static_cast<size_t>(b) * config.slots.num_ranks + r]);
+      hash += quota_term(config, b, r,
+                         plan.quota[static_cast<size_t>(b) * config.slots.num_ranks + r]);
     }
   }
   return hash;
