@@ -63,6 +63,8 @@ class Domain:
 
     def __init__(self, mesh, axis: str = "ep", *, ranks_per_device: int = 1, **sizes):
         _check_mesh(mesh, axis)
+        if ranks_per_device < 1:
+            raise ValueError(f"ranks_per_device={ranks_per_device} is below 1")
         self.mesh, self.axis = mesh, axis
         self.config = DomainConfig(
             num_ranks=mesh.shape[axis] * ranks_per_device,
@@ -219,6 +221,8 @@ class Domain:
     def stall(self, rank: int, stage: str, seconds: float) -> None:
         """Delays the rank's next arrival at a stage: for tests of what a late rank does."""
         self._require_open()
+        if stage not in STAGES:
+            raise ValueError(f"stage={stage!r} is not one of {', '.join(STAGES)}")
         _iser.stall(self._id, rank, STAGES.index(stage), seconds)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax_iser.fused_moe import fused_moe
 from jax_iser.planner import Plan
 from jax_iser.reference.fused_moe import fused_moe as reference_fused_moe
-from jax_iser.replication import ExpertWeights, start
+from jax_iser.replication import ExpertWeights, check_start_arguments, start
 
 METHODS = ("fused", "reference")
 
@@ -78,6 +78,7 @@ def moe_layer(
     if domain is None:
         raise ValueError('method="fused" needs a Domain; pass domain.handle or use "reference"')
     weights, captured = ExpertWeights(*weights), []
+    check_start_arguments(x, topk_ids, weights, domain, balance)
     if shared_expert is not None:
         # What it closes over becomes an operand, so that it gets a gradient.
         shared_expert, captured = jax.closure_convert(shared_expert, x)
