@@ -61,19 +61,22 @@ struct Target {
 
 Target find_target(const uint32_t* words, size_t count) {
   if (count != kNumWords || words[2] != kMagic) {
-    return {nullptr, nullptr, "the domain operand is not a handle; pass domain.handle, sharded over "
-                              "its axis, as an argument of the program"};
+    return {nullptr, nullptr,
+            "the domain operand is not a handle; pass domain.handle, sharded over "
+            "its axis, as an argument of the program"};
   }
   std::shared_ptr<Domain> domain = find_domain(words[0]);
   if (!domain) {
-    return {nullptr, nullptr, "Domain " + std::to_string(words[0]) +
-                                  " is closed; pass the handle of an open Domain as an argument "
-                                  "of the program, not as a constant captured by it"};
+    return {nullptr, nullptr,
+            "Domain " + std::to_string(words[0]) +
+                " is closed; pass the handle of an open Domain as an argument "
+                "of the program, not as a constant captured by it"};
   }
   Device* device = domain->device_of(static_cast<int32_t>(words[1]));
   if (!device) {
-    return {nullptr, nullptr, "rank " + std::to_string(words[1]) + " of Domain " +
-                                  std::to_string(words[0]) + " is not served by this process"};
+    return {nullptr, nullptr,
+            "rank " + std::to_string(words[1]) + " of Domain " + std::to_string(words[0]) +
+                " is not served by this process"};
   }
   if (domain->has_failed()) return {nullptr, nullptr, domain->error_text()};
   return {std::move(domain), device, ""};
@@ -88,7 +91,8 @@ std::string count_tokens(const Domain& domain, ffi::Span<const int64_t> dims, in
            std::to_string(width) + "]";
   }
   if (dims[0] / ranks > domain.shape().max_tokens) {
-    return std::to_string(dims[0] / ranks) + " tokens per rank exceed the Domain's max_tokens_per_rank=" +
+    return std::to_string(dims[0] / ranks) +
+           " tokens per rank exceed the Domain's max_tokens_per_rank=" +
            std::to_string(domain.shape().max_tokens) + "; make a larger Domain";
   }
   *num_tokens = static_cast<int32_t>(dims[0] / ranks);
@@ -122,15 +126,15 @@ std::string check_params(const Domain& domain, const I32& params) {
   if (params.element_count() != 3) return "params is not i32[3]";
   const int32_t layer = params.typed_data()[0];
   if (layer < 0 || layer >= domain.options.num_layers) {
-    return "layer " + std::to_string(layer) + " is outside the Domain's num_layers=" +
-           std::to_string(domain.options.num_layers);
+    return "layer " + std::to_string(layer) +
+           " is outside the Domain's num_layers=" + std::to_string(domain.options.num_layers);
   }
   return "";
 }
 
-ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids, ffi::AnyBuffer x,
-                 ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, Out<U32> ticket,
-                 Out<ffi::AnyBuffer> x_out) {
+ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids,
+                 ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
+                 Out<U32> ticket, Out<ffi::AnyBuffer> x_out) {
   const Target target = find_target(handle.typed_data(), handle.element_count());
   if (!target.error.empty()) return failed(target.error);
   Domain& domain = *target.domain;
@@ -177,8 +181,8 @@ cpu::Done completion(const ffi::Promise& promise) {
 ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBuffer gate,
                       ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer after,
                       Out<ffi::AnyBuffer> y, Out<I32> route_slot, Out<I32> broadcasts,
-                      Out<I32> quota, Out<I32> num_broadcasts, Out<I32> load_before,
-                      Out<I32> load, Out<I32> status, Out<U32> generation) {
+                      Out<I32> quota, Out<I32> num_broadcasts, Out<I32> load_before, Out<I32> load,
+                      Out<I32> status, Out<U32> generation) {
   (void)after;  // an operand only so that it is computed before this call
   const Target target = find_target(ticket.typed_data(), ticket.element_count());
   if (!target.error.empty()) return failed_future(target.error);
@@ -212,8 +216,8 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
   return future;
 }
 
-ffi::Future plan(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids, Out<I32> route_slot,
-                 Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
+ffi::Future plan(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids,
+                 Out<I32> route_slot, Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
                  Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation) {
   const Target target = find_target(handle.typed_data(), handle.element_count());
   if (!target.error.empty()) return failed_future(target.error);

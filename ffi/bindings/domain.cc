@@ -55,11 +55,12 @@ uint32_t create_domain(const cpu::DomainOptions& options, const std::vector<Segm
     sizes.push_back(segment_bytes(options.shape, num_ranks));
     segments.push_back({map_shared(fd, sizes.back()), first_rank, num_ranks, alive_fd});
   }
-  std::shared_ptr<cpu::Domain> domain(
-      new cpu::Domain(options, segments, local_segment), [segments, sizes](cpu::Domain* d) {
-        delete d;
-        for (size_t i = 0; i < segments.size(); ++i) munmap(segments[i].base, sizes[i]);
-      });
+  std::shared_ptr<cpu::Domain> domain(new cpu::Domain(options, segments, local_segment),
+                                      [segments, sizes](cpu::Domain* d) {
+                                        delete d;
+                                        for (size_t i = 0; i < segments.size(); ++i)
+                                          munmap(segments[i].base, sizes[i]);
+                                      });
   std::lock_guard lock(registry().mutex);
   const uint32_t id = registry().next_id++;
   registry().domains[id] = std::move(domain);
@@ -84,15 +85,15 @@ bool close_domain(uint32_t id, double wait_s) {
   nb::gil_scoped_release release;
   const bool is_idle = domain->wait_idle(static_cast<int64_t>(wait_s * 1e9));
   if (!is_idle && !domain->has_failed()) {
-    domain->fail({static_cast<int32_t>(ErrorCode::kClosed), domain->first_local_rank(), -1, -1, 0,
-                  0, 0, 0});
+    domain->fail(
+        {static_cast<int32_t>(ErrorCode::kClosed), domain->first_local_rank(), -1, -1, 0, 0, 0, 0});
   }
   {
     std::lock_guard lock(registry().mutex);
     registry().domains.erase(id);
   }
-  // Calls hold the Domain only while they enqueue. It must end here: on a thread of a device it would
-  // wait for itself.
+  // Calls hold the Domain only while they enqueue. It must end here: on a thread of a device it
+  // would wait for itself.
   while (domain.use_count() > 1) std::this_thread::yield();
   domain.reset();
   return is_idle;
@@ -205,10 +206,9 @@ void bind_domain(nb::module_& m) {
                                    num_banks,
                                    num_staged};
           },
-          nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"),
-          nb::arg("num_helper_slots"), nb::arg("top_k"), nb::arg("hidden"),
-          nb::arg("intermediate"), nb::arg("max_tokens"), nb::arg("element_bytes"),
-          nb::arg("num_banks"), nb::arg("num_staged"))
+          nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_helper_slots"),
+          nb::arg("top_k"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("max_tokens"),
+          nb::arg("element_bytes"), nb::arg("num_banks"), nb::arg("num_staged"))
       .def("section_sizes", &section_sizes)
       .def("segment_bytes",
            [](const DomainShape& shape, int ranks) { return segment_bytes(shape, ranks); });

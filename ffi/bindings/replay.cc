@@ -36,8 +36,7 @@ void replay_many(const std::vector<Counts>& counts, Slots slots, Figures figures
   std::vector<const int32_t*> pointers;
   for (const Counts& each : counts) pointers.push_back(each.data());
   cpu::ReplayBatch batch{};
-  batch.config = {{static_cast<int32_t>(slots.shape(2)),
-                   static_cast<int32_t>(counts[0].shape(2)),
+  batch.config = {{static_cast<int32_t>(slots.shape(2)), static_cast<int32_t>(counts[0].shape(2)),
                    static_cast<int32_t>(slots.shape(3))},
                   min_group_size,
                   min_routes,

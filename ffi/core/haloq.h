@@ -53,15 +53,15 @@ struct PlanView {
 
 // Scratch of one planner. Hosted lists hold at most 2*S broadcasts a rank: S received, S exported.
 struct PlanScratch {
-  int64_t* loads;          // [num_ranks]
-  int32_t* totals;         // [num_experts]; the routes of a call number less than 2^31
-  int32_t* free_slots;     // [num_ranks]
-  int32_t* next_export;    // [num_ranks], -1 when frozen
-  int32_t* candidates;     // [num_ranks, num_helper_slots]
-  int32_t* num_candidates; // [num_ranks], -1 until chosen
-  int32_t* order;          // [num_ranks], members of a group, coldest first
-  int32_t* hosted;         // [num_ranks, 2*num_helper_slots]
-  int32_t* num_hosted;     // [num_ranks]
+  int64_t* loads;           // [num_ranks]
+  int32_t* totals;          // [num_experts]; the routes of a call number less than 2^31
+  int32_t* free_slots;      // [num_ranks]
+  int32_t* next_export;     // [num_ranks], -1 when frozen
+  int32_t* candidates;      // [num_ranks, num_helper_slots]
+  int32_t* num_candidates;  // [num_ranks], -1 until chosen
+  int32_t* order;           // [num_ranks], members of a group, coldest first
+  int32_t* hosted;          // [num_ranks, 2*num_helper_slots]
+  int32_t* num_hosted;      // [num_ranks]
 };
 
 ISER_HD inline size_t plan_scratch_bytes(const PlanConfig& config) {
@@ -300,8 +300,8 @@ ISER_HD inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
 // Visits the broadcasts that both ranks host, in placement order.
 template <typename Visit>
-ISER_HD inline void for_each_shared(const PlanConfig& config, const PlanScratch& scratch,
-                                    int32_t a, int32_t c, Visit visit) {
+ISER_HD inline void for_each_shared(const PlanConfig& config, const PlanScratch& scratch, int32_t a,
+                                    int32_t c, Visit visit) {
   const int32_t limit = 2 * config.slots.num_helper_slots;
   const int32_t *of_a = scratch.hosted + static_cast<size_t>(a) * limit,
                 *of_c = scratch.hosted + static_cast<size_t>(c) * limit;
@@ -333,8 +333,8 @@ ISER_HD inline void swap_quota_and_lack(const PlanConfig& config, const int32_t*
 }
 
 // Stage 4, one direction of one pair, on `lack`: `a` takes quota that its own routes need and gives
-// what they do not, in equal amounts. A broadcast never both gives and takes, so the second walk may
-// write while it reads.
+// what they do not, in equal amounts. A broadcast never both gives and takes, so the second walk
+// may write while it reads.
 ISER_HD inline void trade(const PlanConfig& config, const PlanScratch& scratch, int32_t* lack,
                           int32_t a, int32_t c) {
   const size_t num_ranks = config.slots.num_ranks;
@@ -487,8 +487,8 @@ ISER_HD inline void source_share(const PlanConfig& config, const int32_t* counts
 
 // One term of the plan's hash: `value` at `place`, mixed by the finaliser of splitmix64.
 ISER_HD inline uint64_t hash_term(uint32_t place, int32_t value) {
-  uint64_t z = (static_cast<uint64_t>(place) << 32 | static_cast<uint32_t>(value)) +
-               0x9e3779b97f4a7c15ull;
+  uint64_t z =
+      (static_cast<uint64_t>(place) << 32 | static_cast<uint32_t>(value)) + 0x9e3779b97f4a7c15ull;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ z >> 27) * 0x94d049bb133111ebull;
   return z ^ z >> 31;
@@ -516,8 +516,8 @@ ISER_HD inline uint64_t plan_hash(const PlanConfig& config, const PlanView& plan
   for (int32_t b = 0; b < *plan.num_broadcasts; ++b) {
     hash += broadcast_terms(config, plan.broadcasts[b], b);
     for (int32_t r = 0; r < config.slots.num_ranks; ++r) {
-      hash += quota_term(config, b, r,
-                         plan.quota[static_cast<size_t>(b) * config.slots.num_ranks + r]);
+      hash +=
+          quota_term(config, b, r, plan.quota[static_cast<size_t>(b) * config.slots.num_ranks + r]);
     }
   }
   return hash;

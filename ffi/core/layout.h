@@ -18,7 +18,7 @@ struct DomainShape {
   int32_t max_tokens;     // of one rank
   int32_t element_bytes;  // of tokens and weights
   int32_t num_banks;
-  int32_t num_staged;     // bundles a rank can stage for other processes
+  int32_t num_staged;  // bundles a rank can stage for other processes
 
   ISER_HD size_t max_routes() const { return static_cast<size_t>(max_tokens) * top_k; }
   // One plane of a bundle: gate and up are [I, D], down is [D, I], all as large.

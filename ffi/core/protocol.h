@@ -65,7 +65,7 @@ struct alignas(64) ProcessWords {
 
 struct alignas(64) RankWords {
   uint32_t arrived[static_cast<int32_t>(Stage::kNumStages)];  // last generation, for diagnosis
-  uint32_t routes_done;    // low 32 bits of the routes of this source computed in this generation
+  uint32_t routes_done;  // low 32 bits of the routes of this source computed in this generation
   uint32_t routes_expected;
   uint64_t plan_hash;
   CallTag tags[2];  // by generation parity

@@ -69,8 +69,8 @@ bool Device::is_idle() {
   return in_flight_.empty();
 }
 
-// Takes invocations in the order of their generations: a device whose programs came in another order
-// than elsewhere waits for the one that is due. A failed Domain serves whatever there is.
+// Takes invocations in the order of their generations: a device whose programs came in another
+// order than elsewhere waits for the one that is due. A failed Domain serves whatever there is.
 void Device::copy_loop() {
   uint32_t next = 1;
   for (;;) {
@@ -152,8 +152,8 @@ void Device::main_loop() {
     {
       std::unique_lock lock(mutex_);
       const auto is_due = [&] {
-        return !main_queue_.empty() &&
-               (closing_ || domain_.has_failed() || is_turn(*main_queue_.begin()->second.invocation));
+        return !main_queue_.empty() && (closing_ || domain_.has_failed() ||
+                                        is_turn(*main_queue_.begin()->second.invocation));
       };
       while (!is_due() && !copy_ended_) {
         changed_.wait_for(lock, std::chrono::milliseconds(main_queue_.empty() ? 1000 : 50));

@@ -23,7 +23,8 @@ bool is_gone(int alive_fd) {
 Domain::Domain(DomainOptions domain_options, std::vector<Segment> segments, int32_t local_segment)
     : options(domain_options),
       layout(block_layout(domain_options.shape)),
-      busy_ns(static_cast<size_t>(domain_options.num_layers) * segments.at(local_segment).num_ranks),
+      busy_ns(static_cast<size_t>(domain_options.num_layers) *
+              segments.at(local_segment).num_ranks),
       tile_rows(busy_ns.size()),
       segments_(std::move(segments)),
       local_segment_(local_segment),
@@ -52,7 +53,8 @@ Domain::Domain(DomainOptions domain_options, std::vector<Segment> segments, int3
 
 Domain::~Domain() {
   devices_.clear();  // joins the threads that read what goes now
-  for (const PlacedMemory& memory : placed_) munmap(const_cast<uint8_t*>(memory.base), memory.bytes);
+  for (const PlacedMemory& memory : placed_)
+    munmap(const_cast<uint8_t*>(memory.base), memory.bytes);
 }
 
 Device* Domain::device_of(int32_t first_rank) {
@@ -71,18 +73,19 @@ uint32_t Domain::generation_of(const CallKey& key, int32_t device_rank) {
   if (index == run.generations.size()) run.generations.push_back(next_generation_++);
   const uint32_t generation = run.generations[index];
   // Once every device has come as far, nothing needs to be remembered.
-  const bool all_came =
-      run.started.size() == devices_.size() &&
-      std::all_of(run.started.begin(), run.started.end(),
-                  [&](const auto& entry) { return entry.second == run.generations.size(); });
+  const bool all_came = run.started.size() == devices_.size() &&
+                        std::all_of(run.started.begin(), run.started.end(), [&](const auto& entry) {
+                          return entry.second == run.generations.size();
+                        });
   if (all_came) runs_.erase(key);
   return generation;
 }
 
 void Domain::arrive(Stage stage, int32_t rank, uint32_t generation) {
   const int index = static_cast<int>(stage);
-  const int64_t late = stalls_[(rank - first_local_rank()) * static_cast<int>(Stage::kNumStages) +
-                               index].exchange(0, std::memory_order_relaxed);
+  const int64_t late =
+      stalls_[(rank - first_local_rank()) * static_cast<int>(Stage::kNumStages) + index].exchange(
+          0, std::memory_order_relaxed);
   if (late > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(late));
   store_release(&block(rank).words()->arrived[index], generation);
   const uint32_t complete = generation * static_cast<uint32_t>(options.shape.slots.num_ranks);
@@ -107,8 +110,8 @@ int32_t Domain::missing_rank(Stage stage, uint32_t generation) const {
 }
 
 // Between two sleeps: false when the Domain has failed, a peer is gone, or the time is up.
-bool Domain::keep_waiting(Stage stage, int32_t rank, const Invocation& invocation,
-                          int64_t deadline, int32_t missing) {
+bool Domain::keep_waiting(Stage stage, int32_t rank, const Invocation& invocation, int64_t deadline,
+                          int32_t missing) {
   if (has_failed()) return false;
   ErrorWord error{static_cast<int32_t>(ErrorCode::kTimeout),
                   rank,

@@ -32,7 +32,7 @@ struct DomainOptions {
   int32_t min_routes;
   int32_t gain_threshold;
   CopyRule copy_rule;
-  bool resident;         // keep replicas between calls; needs a bank per layer
+  bool resident;  // keep replicas between calls; needs a bank per layer
   int32_t num_layers;
   int32_t ranks_per_device;
   int64_t max_routes_per_rank;
@@ -67,7 +67,7 @@ struct StartCall {
   int32_t weights_version;
   bool is_balanced;
   bool is_plan_only;
-  int32_t num_tokens;  // of one rank
+  int32_t num_tokens;         // of one rank
   const int32_t* topk_ids;    // [V*num_tokens, top_k]
   const uint8_t* weights[3];  // gate, up, down of the device's first expert in this layer
 };
@@ -177,7 +177,7 @@ class Device {
   uint32_t last_finished_ = 0;
   std::map<uint32_t, std::shared_ptr<Invocation>> copy_queue_;  // by generation
   std::map<uint32_t, std::shared_ptr<Invocation>> in_flight_;
-  std::map<uint32_t, MainJob> main_queue_;                      // likewise
+  std::map<uint32_t, MainJob> main_queue_;  // likewise
   std::thread copy_thread_, main_thread_;
 };
 
@@ -198,8 +198,8 @@ class Domain {
   BlockView block(int32_t rank) const { return blocks_[rank]; }
   int32_t bank_of(int32_t layer) const { return layer % options.shape.num_banks; }
 
-  // Numbers this process's invocations: the same for the i-th start of one call (in a loop) on every
-  // device, whatever order the devices come in.
+  // Numbers this process's invocations: the same for the i-th start of one call (in a loop) on
+  // every device, whatever order the devices come in.
   uint32_t generation_of(const CallKey& key, int32_t device_rank);
 
   // Stages. `wait` returns false once the Domain has failed; it fails the Domain at its limit.
@@ -259,8 +259,8 @@ class Domain {
   std::mutex order_mutex_;
   uint32_t next_generation_ = 1;
   struct Run {
-    std::map<int32_t, size_t> started;   // by device: how many starts it has seen
-    std::vector<uint32_t> generations;   // by start
+    std::map<int32_t, size_t> started;  // by device: how many starts it has seen
+    std::vector<uint32_t> generations;  // by start
   };
   std::map<CallKey, Run> runs_;
 

@@ -1,7 +1,7 @@
 // fused_moe: dispatch by pull, expert tiles in slot order, combine.
 //
-// A rank lists the rows of a wave as (source, route) pairs in slot order and cuts them into tiles; a
-// tile reads its rows from the sources' token sections and writes them to the sources' combine
+// A rank lists the rows of a wave as (source, route) pairs in slot order and cuts them into tiles;
+// a tile reads its rows from the sources' token sections and writes them to the sources' combine
 // sections. Tiles of helper slots open once every rank is READY.
 #include <algorithm>
 #include <cstdlib>
@@ -21,7 +21,7 @@ struct Row {
 };
 
 struct Tile {
-  int32_t slot;  // local
+  int32_t slot;          // local
   int32_t first, count;  // rows of the wave
 };
 
@@ -123,8 +123,8 @@ struct TileRunner {
       const size_t at = static_cast<size_t>(local_idx * home + slot) * shape.plane_bytes();
       for (int i = 0; i < 3; ++i) planes[i] = invocation.call.weights[i] + at;
     } else {
-      const uint8_t* bundle = domain.block(rank).helper(
-          shape, domain.bank_of(invocation.call.layer), slot - home);
+      const uint8_t* bundle =
+          domain.block(rank).helper(shape, domain.bank_of(invocation.call.layer), slot - home);
       for (int i = 0; i < 3; ++i) planes[i] = bundle + i * shape.plane_bytes();
     }
     tile.gate = planes[0], tile.up = planes[1], tile.down = planes[2];
@@ -143,11 +143,12 @@ struct TileRunner {
                 shape.token_bytes() * (row.route / shape.top_k);
       out_rows[i] = source.section<uint8_t>(Section::kCombine) + shape.token_bytes() * row.route;
     }
-    ExpertTile expert{rows.data(),  out_rows.data(),    tile.count,          nullptr, nullptr,
-                      nullptr,      shape.hidden,       shape.intermediate,  domain.options.dtype};
+    ExpertTile expert{
+        rows.data(),  out_rows.data(),    tile.count,          nullptr, nullptr, nullptr,
+        shape.hidden, shape.intermediate, domain.options.dtype};
     weights_of(tile.slot, expert);
-    expert_tile(expert, thread_scratch(expert_tile_scratch_bytes(
-                            shape.hidden, shape.intermediate, tile.count, expert.dtype)));
+    expert_tile(expert, thread_scratch(expert_tile_scratch_bytes(shape.hidden, shape.intermediate,
+                                                                 tile.count, expert.dtype)));
     domain.charge(invocation.call.layer, rank, thread_cpu_ns() - begin, tile.count);
     report(wave, tile);
   }
@@ -182,8 +183,8 @@ void publish_tokens(Domain& domain, const Invocation& invocation, const FusedCal
     std::memcpy(block.section<uint8_t>(Section::kTokens), call.x + local_idx * bytes, bytes);
   }
   RankWords* words = block.words();
-  words->routes_expected = static_cast<uint32_t>(
-      block.section<int32_t>(Section::kSendStarts)[shape.slots.num_slots()]);
+  words->routes_expected =
+      static_cast<uint32_t>(block.section<int32_t>(Section::kSendStarts)[shape.slots.num_slots()]);
   store_release(&words->routes_done, 0);
   domain.arrive(Stage::kDispatch, rank, invocation.generation);
 }
@@ -218,8 +219,8 @@ void combine(const Domain& domain, const Invocation& invocation, const FusedCall
              int32_t first_rank) {
   const size_t tokens = invocation.call.num_tokens;
   const size_t chunks = (tokens + kCombineTokens - 1) / kCombineTokens;
-  const auto combine_chunk = domain.options.dtype == DType::kF32 ? combine_tokens<F32>
-                                                                 : combine_tokens<BF16>;
+  const auto combine_chunk =
+      domain.options.dtype == DType::kF32 ? combine_tokens<F32> : combine_tokens<BF16>;
   Pool::shared().run(domain.options.ranks_per_device * chunks, [&](size_t task) {
     const int32_t v = static_cast<int32_t>(task / chunks);
     const size_t first = task % chunks * kCombineTokens;
@@ -233,8 +234,8 @@ bool plans_agree(Domain& domain, const Invocation& invocation, int32_t rank) {
     const uint64_t hash = domain.block(r).words()->plan_hash;
     if (hash == invocation.plan->hash) continue;
     domain.fail({static_cast<int32_t>(ErrorCode::kPlanMismatch), rank, r, invocation.call.layer,
-                 static_cast<int32_t>(Stage::kReady), invocation.generation,
-                 invocation.plan->hash, hash});
+                 static_cast<int32_t>(Stage::kReady), invocation.generation, invocation.plan->hash,
+                 hash});
     return false;
   }
   return true;

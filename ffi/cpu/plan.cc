@@ -6,8 +6,7 @@
 
 namespace iser::cpu {
 
-void publish_counts(Domain& domain, const Invocation& invocation, int32_t rank,
-                    int32_t local_idx) {
+void publish_counts(Domain& domain, const Invocation& invocation, int32_t rank, int32_t local_idx) {
   const DomainShape& shape = domain.shape();
   const BlockView block = domain.block(rank);
   const StartCall& call = invocation.call;
@@ -19,8 +18,8 @@ void publish_counts(Domain& domain, const Invocation& invocation, int32_t rank,
     if (is_valid_expert(ids[i], shape.slots.num_experts)) ++counts[ids[i]];
   }
   CallTag& tag = block.words()->tags[invocation.generation & 1];
-  tag = {invocation.generation, call.layer,        call.num_tokens,      call.is_balanced,
-         call.is_plan_only,     call.weights_version, {}};
+  tag = {invocation.generation, call.layer, call.num_tokens, call.is_balanced, call.is_plan_only,
+         call.weights_version,  {}};
   for (int i = 0; i < 3; ++i) {
     tag.weights[i] = reinterpret_cast<uint64_t>(call.weights[i]);
     if (call.weights[i]) tag.weights[i] += local_idx * shape.slots.num_home() * shape.plane_bytes();
@@ -33,8 +32,7 @@ bool Domain::tags_agree(const Invocation& invocation, int32_t rank) {
   for (int32_t r = 0; r < options.shape.slots.num_ranks; ++r) {
     const CallTag& tag = block(r).words()->tags[invocation.generation & 1];
     const bool agrees = tag.generation == invocation.generation && tag.layer == call.layer &&
-                        tag.num_tokens == call.num_tokens &&
-                        tag.is_balanced == call.is_balanced &&
+                        tag.num_tokens == call.num_tokens && tag.is_balanced == call.is_balanced &&
                         tag.is_plan_only == call.is_plan_only &&
                         tag.weights_version == call.weights_version;
     if (agrees) continue;
@@ -81,8 +79,8 @@ void Domain::update_slot_table(const Invocation& invocation, const SharedPlan& p
     const Broadcast& row = plan.broadcasts[b];
     const Group group = row.group(options.shape.slots.num_ranks);
     for (int32_t r = group.begin; r < group.end; ++r) {
-      table.expert[static_cast<size_t>(r) * options.shape.slots.num_helper_slots +
-                   row.helper_idx] = row.expert;
+      table.expert[static_cast<size_t>(r) * options.shape.slots.num_helper_slots + row.helper_idx] =
+          row.expert;
     }
   }
 }

@@ -57,9 +57,9 @@ void run_plan_batch(const PlanBatch& batch, int num_threads) {
     const PlanScratch scratch = plan_scratch(batch.config, scratch_bytes.data());
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < batch.num_plans;) {
       const int32_t* counts = batch.counts + i * ranks * slots.num_experts;
-      const PlanView plan{batch.broadcasts + i * rows, batch.quota + i * rows * ranks,
+      const PlanView plan{batch.broadcasts + i * rows,   batch.quota + i * rows * ranks,
                           batch.load_before + i * ranks, batch.load + i * ranks,
-                          batch.num_broadcasts + i, batch.target + i};
+                          batch.num_broadcasts + i,      batch.target + i};
       plan_counts(batch.config, counts, batch.resident, scratch, plan);
       if (batch.flow) count_flow(batch.config, counts, plan, batch.flow + i * ranks * ranks);
     }

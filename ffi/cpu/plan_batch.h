@@ -8,8 +8,8 @@
 namespace iser::cpu {
 
 // Plans `num_plans` count matrices [num_plans, num_ranks, num_experts]. Outputs are stacked the
-// same way; `resident` is [num_ranks, S], shared by all, or null. `flow` [num_plans, P, P] i64 may be
-// null: routes of source s (row) computed on r (column).
+// same way; `resident` is [num_ranks, S], shared by all, or null. `flow` [num_plans, P, P] i64 may
+// be null: routes of source s (row) computed on r (column).
 struct PlanBatch {
   PlanConfig config;
   int64_t num_plans;

@@ -127,8 +127,7 @@ void run_replay_batch(const ReplayBatch& batch) {
       const size_t n = i * batch.num_layers + layer;
       int32_t* before = batch.slots + n * table_size;
       replay_plan(batch.config, batch.counts[i] + layer * counts_size, plan, before,
-                  before + batch.num_layers * table_size,
-                  batch.figures + n * kNumReplayFigures);
+                  before + batch.num_layers * table_size, batch.figures + n * kNumReplayFigures);
     }
   }
 }

@@ -11,18 +11,18 @@ namespace iser::cpu {
 enum ReplayFigure : int32_t {
   kLoadBeforeMax,
   kLoadSum,
-  kSendOff,        // most routes that a rank sends out when every expert runs at home
-  kRecvOff,        // most routes that a rank takes in then
+  kSendOff,  // most routes that a rank sends out when every expert runs at home
+  kRecvOff,  // most routes that a rank takes in then
   kLoadMax,
   kSend,
   kRecv,
-  kRemoteCopies,   // experts received by ranks that do not own them
-  kOwnerCopies,    // most broadcasts of one owner
+  kRemoteCopies,  // experts received by ranks that do not own them
+  kOwnerCopies,   // most broadcasts of one owner
   kBroadcasts,
-  kWithoutOwner,   // broadcasts whose group excludes the owner
-  kSlotsUsed,      // over all ranks
+  kWithoutOwner,  // broadcasts whose group excludes the owner
+  kSlotsUsed,     // over all ranks
   kSlotsUsedMax,
-  kReplicasStayed, // replicas that the same rank held in the iteration before
+  kReplicasStayed,  // replicas that the same rank held in the iteration before
   kNumReplayFigures,
 };
 

@@ -31,7 +31,8 @@ Slice slice_at(const DomainShape& shape, size_t index) {
 // How many earlier broadcasts the owner exports: the place of this one in its staging section.
 int32_t export_index(const SharedPlan& plan, int32_t index) {
   int32_t count = 0;
-  for (int32_t b = 0; b < index; ++b) count += plan.broadcasts[b].owner == plan.broadcasts[index].owner;
+  for (int32_t b = 0; b < index; ++b)
+    count += plan.broadcasts[b].owner == plan.broadcasts[index].owner;
   return count;
 }
 
@@ -48,8 +49,7 @@ void source_planes(const Domain& domain, const SharedPlan& plan, int32_t index,
                    const uint8_t* planes[3]) {
   const Broadcast& row = plan.broadcasts[index];
   if (domain.home_planes(row.owner, row.expert, plan.generation, planes)) return;
-  const uint8_t* staged =
-      domain.block(row.owner).staged(domain.shape(), export_index(plan, index));
+  const uint8_t* staged = domain.block(row.owner).staged(domain.shape(), export_index(plan, index));
   for (int i = 0; i < 3; ++i) planes[i] = staged + i * domain.shape().plane_bytes();
 }
 
@@ -78,8 +78,7 @@ void store_slices(const Domain& domain, const Invocation& invocation, int32_t in
 bool stage_bundles(Domain& domain, const Invocation& invocation, int32_t rank) {
   const SharedPlan& plan = *invocation.plan;
   const DomainShape& shape = domain.shape();
-  const bool is_staging =
-      domain.is_multi_process() && !domain.is_placed(rank, plan.generation);
+  const bool is_staging = domain.is_multi_process() && !domain.is_placed(rank, plan.generation);
   for (int32_t b = 0; b < plan.num_broadcasts && is_staging; ++b) {
     const Broadcast& row = plan.broadcasts[b];
     if (row.owner != rank || static_cast<CopyWay>(row.how) != CopyWay::kSami) continue;
