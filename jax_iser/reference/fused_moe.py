@@ -111,8 +111,6 @@ def _route_outputs(x, local_ids, gate, up, down):
     """The rounded expert output of each route, `[tokens, K, D]`; zeros where no expert is local."""
     (tokens, hidden), num_experts = x.shape, gate.shape[0]
     top_k = local_ids.shape[1]
-    if tokens == 0 or top_k == 0:
-        return jnp.zeros((tokens, top_k, hidden), x.dtype)
     rows = _block_rows(tokens * top_k, num_experts)
     position, route_of_row, block_expert, used = _layout(local_ids.reshape(-1), num_experts, rows)
 
@@ -212,6 +210,8 @@ def fused_moe(
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not one of {SCHEMES}")
     num_local = gate.shape[0]
+    if topk_ids.size == 0:
+        return jnp.zeros_like(x)
     if axis_name is None:
         is_valid = (topk_ids >= 0) & (topk_ids < num_local)
         if scheme == "dense":
@@ -248,6 +248,6 @@ def fused_moe_numpy(x, topk_ids, topk_weights, gate, up, down) -> np.ndarray:
     is_valid = (topk_ids >= 0) & (topk_ids < gate.shape[0])
     weights = np.where(is_valid, topk_weights, 0).astype(f32)
     total = np.zeros(x.shape, f32)
-    for k in range(topk_ids.shape[1]):
-        total = total + weights[:, k, None] * outputs[:, k]
+    for choice in range(topk_ids.shape[1]):
+        total = total + weights[:, choice, None] * outputs[:, choice]
     return total.astype(x.dtype)
