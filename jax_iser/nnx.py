@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -220,6 +221,7 @@ class MoE(nnx.Module):
         return (self.router[...], bias, shared), experts
 
     def _on_mesh(self, tokens, replicated, experts, domain, layer, forced_routing):
+        assert self.mesh is not None
         devices = self.mesh.shape[self.axis]
         if tokens.shape[0] % devices:
             raise ValueError(
@@ -227,8 +229,9 @@ class MoE(nnx.Module):
                 f'"{self.axis}"; pad the batch and give the padding rows ids outside the experts'
             )
 
-        def on_device(*args):
-            return self._on_device(*args, forced_routing, axis_name=self.axis)
+        on_device = functools.partial(
+            self._on_device, forced_routing=forced_routing, axis_name=self.axis
+        )
 
         sharded = P(self.axis)
         plan_specs = Plan(
@@ -284,10 +287,10 @@ class MoE(nnx.Module):
 
     def _moe_layer(self, x, topk_ids, topk_weights, experts, domain, *, axis_name, **options):
         if self.method == "reference":
-            from jax_iser.reference.layer import moe_layer
+            from jax_iser.reference.layer import moe_layer as reference_layer
 
             options |= {"axis_name": axis_name, "scheme": self.reference_scheme}
-            return moe_layer(x, topk_ids, topk_weights, experts, domain, **options)
+            return reference_layer(x, topk_ids, topk_weights, experts, domain, **options)
         from jax_iser.layer import ExpertWeights, moe_layer
 
         weights = ExpertWeights(*experts)

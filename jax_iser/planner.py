@@ -51,9 +51,9 @@ def check_plan_arguments(
             f"counts must be an integer array [ranks, experts], got {counts.dtype} of shape "
             f"{counts.shape}"
         )
-    check_plan_knobs(
-        *counts.shape, num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule
-    )
+    num_ranks, num_experts = counts.shape
+    knobs = (num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule)
+    check_plan_knobs(num_ranks, num_experts, *knobs)
     _check_counts(counts)
     if resident is not None:
         resident = np.ascontiguousarray(resident, np.int32)
@@ -180,8 +180,15 @@ def plan_many(
             f"{counts.shape}"
         )
     knobs = _knobs(num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule)
+    _, num_ranks, num_experts = counts.shape
     check_plan_knobs(
-        *counts.shape[1:], num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule
+        num_ranks,
+        num_experts,
+        num_helper_slots,
+        min_group_size,
+        min_routes,
+        gain_threshold,
+        copy_rule,
     )
     if counts.dtype != np.int32 and counts.size and not 0 <= counts.min() <= counts.max() < 2**31:
         raise ValueError(
@@ -193,7 +200,9 @@ def plan_many(
     return PlanBatch(*_iser.plan_many(counts, None, *knobs, threads, with_flow))
 
 
-def _knobs(num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule):
+def _knobs(
+    num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule
+) -> tuple[int, int, int, int, int]:
     rule = COPY_RULES.index(copy_rule) if copy_rule in COPY_RULES else -1
     return num_helper_slots, min_group_size, min_routes, gain_threshold, rule
 

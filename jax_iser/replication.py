@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jax_iser import _ffi
+from jax_iser.config import DomainConfig
 from jax_iser.domain import DomainHandle
 
 VMAP_REMEDY = (
@@ -39,7 +40,7 @@ class Ticket(NamedTuple):
     """
 
     words: jax.Array
-    config: object
+    config: DomainConfig
 
 
 def not_mapped(call):

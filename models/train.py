@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,8 @@ def read_corpus(jsonl: list[str], sources: list[str], seq_len: int):
         dev[Path(path).name] = to_stream(held)
         weights.append(float(weight))
         sizes = {"train_bytes": train[-1].size, "dev_bytes": dev[Path(path).name].size}
-        documents = {"train_documents": len(kept), "dev_documents": len(held)}
-        about.append({"text": Path(path).name, "weight": float(weight), **documents, **sizes})
+        numbers = {"train_documents": len(kept), "dev_documents": len(held), **sizes}
+        about.append({"text": Path(path).name, "weight": float(weight), **numbers})
     lengths = np.array([len(stream) for stream in train])
     if (lengths <= seq_len).any():
         raise ValueError(f"a text has {lengths.min()} bytes, not more than seq_len={seq_len}")
@@ -165,7 +165,7 @@ def evaluate_all(model, streams, args) -> dict:
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(prog="train", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="directory of the model to write")
-    text = {"nargs": "*", "default": [], "metavar": "PATH:WEIGHT"}
+    text: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "PATH:WEIGHT"}
     parser.add_argument("--jsonl", help="gzipped JSON lines with a 'text' field", **text)
     parser.add_argument("--sources", help="trees of Python source", **text)
     parser.add_argument("--test-jsonl", nargs="*", default=[], help="evaluated once, at the end")
@@ -203,8 +203,8 @@ def train(args) -> MoELM:
     optimizer = make_optimizer(args)
     carry = (params, biases, optimizer.init(params), jnp.int32(0))
     train_steps = make_train_steps(graphdef, optimizer, corpus, args)
-    hyper = ("steps", "batch", "seq_len", "learning_rate", "warmup", "weight_decay")
-    hyper += ("balance_rate", "seed", "dtype", "scheme")
+    hyper = ["steps", "batch", "seq_len", "learning_rate", "warmup", "weight_decay"]
+    hyper += ["balance_rate", "seed", "dtype", "scheme"]
     size = sum(p.size for p in jax.tree.leaves(params))
     with open(out / "training_log.jsonl", "w") as log:
 

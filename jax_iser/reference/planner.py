@@ -66,9 +66,9 @@ def _room(load, members, owner, target):
 
 def _choose_group(load, free, owner, amount, target, levels):
     """The finest level's roomiest admissible group that takes `amount`, else the roomiest seen."""
-    best = (0, None, None)
+    best: tuple = (0, None, None)
     for level in reversed(levels):
-        level_best = (0, None, None)
+        level_best: tuple = (0, None, None)
         for group in range(level.num_groups):
             members = level.members(group)
             if all(free[r] > 0 for r in members):
@@ -88,7 +88,8 @@ def place(totals, load, num_slots, levels, target, min_routes):
     load, free = load.astype(np.int64).copy(), np.full(num_ranks, num_slots)
     candidates: dict[int, list[int]] = {}
     frozen = np.zeros(num_ranks, bool)
-    broadcasts, quotas = [], []
+    broadcasts: list = []
+    quotas: list = []
     while True:
         movable = np.where(frozen, 0, load)
         owner = int(np.argmax(movable))
@@ -229,7 +230,7 @@ def plan_counts(
     counts, resident = check_plan_arguments(
         counts, num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule, resident
     )
-    num_ranks, num_experts = counts.shape
+    num_ranks = len(counts)
     totals = counts.sum(axis=0, dtype=np.int64)
     before = totals.reshape(num_ranks, -1).sum(axis=1)
     total = int(before.sum())

@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from jax_iser.planner import MAX_EXPERTS, MAX_RANKS
 from jax_iser.replay.batch import Batch
 from jax_iser.replay.metrics import Meter, summarize
-from jax_iser.replay.policies import Policy
+from jax_iser.replay.policies import PolicyMaker
 from jax_iser.replay.trace import Cut, Trace
 
 BLOCK_BYTES = 12 * 2**20
@@ -32,7 +32,7 @@ class Row:
     figures: dict
     layers_off: np.ndarray
     layers_on: np.ndarray
-    routes: tuple[float, float, float, float]
+    routes: list[float]
 
 
 def why_not(num_experts: int, num_ranks: int) -> str | None:
@@ -49,7 +49,7 @@ def why_not(num_experts: int, num_ranks: int) -> str | None:
 def replay(
     trace: Trace,
     num_ranks: int,
-    policies: list[Callable[..., Policy]],
+    policies: list[PolicyMaker],
     *,
     slots: Iterable[int] = (4,),
     tokens_per_rank: int = 8192,
@@ -139,7 +139,7 @@ def _blocks(iterations):
 
 def _drive(iterations, spans, team, meters, count, progress):
     """Every block through every span's policies; the next block is read while these plan."""
-    done, pending = 0, []
+    done, pending = 0, list[Future]()
     with ThreadPoolExecutor(len(spans)) as pool:
         for block in _blocks(iterations):
             for future in pending:
@@ -167,10 +167,12 @@ def _row(head, parts: list[Meter]) -> Row:
     seconds = sum(part.seconds for part in parts) / len(parts)
     plans = sum(part.num_plans for part in parts)
     speed = {"plans_per_s": plans / seconds if seconds else None}
-    routes = tuple(float(figures[n].mean()) for n in ("send_off", "send", "recv_off", "recv"))
+    send_off, send, recv_off, recv = (
+        float(figures[name].mean()) for name in ("send_off", "send", "recv_off", "recv")
+    )
     return Row(
         head | summarize(figures, head["ep"]) | speed,
         figures["imbalance_off"].mean(axis=0),
         figures["imbalance"].mean(axis=0),
-        routes,
+        (send_off, send, recv_off, recv),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ def _save(figure: Figure, folder: Path, name: str) -> Path:
     return path
 
 
-def _bars(ax, groups: Sequence[str], series: dict[str, Sequence[float]], fmt: str = "{:g}"):
+def _bars(ax, groups: Sequence[str], series: Mapping[str, Sequence[float]], fmt: str = "{:g}"):
     """Grouped bars with their values on top."""
     width = 0.8 / len(series)
     for index, (label, values) in enumerate(series.items()):
@@ -90,7 +90,7 @@ def owner_figure(rows: Sequence[Row], folder: Path) -> Path | None:
     figure, axes = _new(1, width=6)
     eps = sorted({r.figures["ep"] for r in wanted})
     names = list(dict.fromkeys(r.figures["policy"] for r in wanted))[:5]
-    series = {}
+    series: Mapping[str, Sequence[float]] = {}
     for name in names:
         mine = {r.figures["ep"]: r for r in wanted if r.figures["policy"] == name}
         series[name] = [mine[ep].figures["owner_copies_max"] if ep in mine else 0 for ep in eps]
@@ -129,9 +129,8 @@ def _locality(ax, by_ep):
     routes = np.array([row.routes for row in by_ep]) / 1000
     width = 0.2
     for index, name in enumerate(names):
-        x = np.arange(len(by_ep)) + (index - 1.5) * width
         ax.bar(
-            x,
+            np.arange(len(by_ep)) + (index - 1.5) * width,
             routes[:, index],
             width,
             label=name,
@@ -139,11 +138,13 @@ def _locality(ax, by_ep):
             hatch=HATCHES[index],
             edgecolor="black",
         )
-    for x, row in enumerate(by_ep):
+    for place, row in enumerate(by_ep):
         for field, shift in (("send_max_change", -1), ("recv_max_change", 1)):
-            height = routes[x].max() * 1.02
+            if row.figures[field] is None:
+                continue
+            height = routes[place].max() * 1.02
             text = f"{100 * row.figures[field]:+.0f} %"
-            ax.text(x + shift * 1.1 * width, height, text, ha="center", fontsize=6)
+            ax.text(place + shift * 1.1 * width, height, text, ha="center", fontsize=6)
     ax.set_xticks(range(len(by_ep)), [f"EP{row.figures['ep']}" for row in by_ep])
     ax.set_ylabel("largest send-out / receive-in (10³ routes)")
     ax.set_ylim(0, routes.max() * 1.35)

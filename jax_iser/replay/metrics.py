@@ -76,6 +76,7 @@ class Meter:
         self.seconds += time.perf_counter() - start
         self.num_plans += batch.num_plans
         if figures is None:
+            assert outcome is not None
             figures = unbalanced(batch) | balanced(batch, outcome)
             figures["replicas_stayed"] = self._stayed(batch, outcome.slots)
         figures["replicas_held"] = figures["slots_used"]

@@ -139,7 +139,8 @@ class SyntheticTrace:
     ):
         if calibration is None and name not in CALIBRATIONS:
             raise ValueError(f"synthetic trace {name!r} is not one of {', '.join(CALIBRATIONS)}")
-        self.name, self.notes = f"synthetic:{name}", ()
+        self.name = f"synthetic:{name}"
+        self.notes: tuple[str, ...] = ()
         self.calibration = calibration or CALIBRATIONS[name]
         self.num_layers, self.num_experts, self.top_k = num_layers, num_experts, top_k
         self.num_iterations, self.seed = num_iterations, seed

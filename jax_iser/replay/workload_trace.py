@@ -31,7 +31,8 @@ class WorkloadTrace:
     ):
         if name not in WORKLOADS:
             raise ValueError(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
-        self.workload, self.name, self.notes = name, f"workload:{name}", ()
+        self.workload, self.name = name, f"workload:{name}"
+        self.notes: tuple[str, ...] = ()
         self.num_layers, self.num_experts, self.top_k = num_layers, num_experts, top_k
         self.num_iterations, self.seed = num_iterations, seed
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jax_iser.replay.policies.all_rank import AllRank
 from jax_iser.replay.policies.base import Policy
@@ -31,11 +31,54 @@ POLICIES = {
 }
 
 
-def parse_policy(text: str) -> Callable[..., Policy]:
-    """A maker of policies from `name[:field=value]...`, or from `path/to/file.py[:field=value]...`.
+@dataclasses.dataclass(frozen=True)
+class PolicyMaker:
+    """Makes policies of one kind with settings that are given; see `parse_policy`.
 
-    The maker takes more fields as keywords (those that the policy lacks are left out) and has the
-    attributes `label`, `needs_totals` and `fields`.
+    Attributes:
+      label: the text that names it.
+      policy: the `Policy` dataclass.
+      fields: its fields and their types.
+      given: the settings.
+    """
+
+    label: str
+    policy: type[Policy]
+    fields: dict[str, type]
+    given: dict[str, Any]
+
+    @property
+    def needs_totals(self) -> bool:
+        return self.policy.needs_totals
+
+    def __call__(self, **fields) -> Policy:
+        """The policy with these fields too; those that it lacks are left out."""
+        return self.policy(**{k: v for k, v in fields.items() if k in self.fields} | self.given)
+
+
+class PolicyMaker:
+    """Makes policies of one class with the settings of a command line.
+
+    Attributes:
+      label: the policy as the command line names it.
+      needs_totals: as of `Policy`.
+    """
+
+    def __init__(self, cls: type[Policy], settings: Sequence[str]):
+        self._cls = cls
+        self._kinds = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+        self._given = dict(_setting(cls, self._kinds, setting) for setting in settings)
+        self.label = ":".join([cls.name, *settings])
+        self.needs_totals = cls.needs_totals
+
+    def __call__(self, **fields) -> Policy:
+        """A policy with more fields; those that it lacks are left out."""
+        known = {name: value for name, value in fields.items() if name in self._kinds}
+        return self._cls(**known | self._given)
+
+
+def parse_policy(text: str) -> PolicyMaker:
+    """A maker of policies from `name[:field=value]...`, or from `path/to/file.py[:field=value]...`.
 
     Raises:
       ValueError: on a name, a field or a value that does not exist, with those that do.
@@ -48,14 +91,7 @@ def parse_policy(text: str) -> Callable[..., Policy]:
     cls = _load(name) if name.endswith(".py") else POLICIES.get(name)
     if cls is None:
         raise ValueError(f"policy {name!r} is not one of {', '.join(POLICIES)} or a .py file")
-    kinds = {f.name: type(f.default) for f in dataclasses.fields(cls)}
-    given = dict(_setting(cls, kinds, setting) for setting in settings)
-
-    def make(**fields) -> Policy:
-        return cls(**{k: v for k, v in fields.items() if k in kinds} | given)
-
-    make.label = ":".join([cls.name, *settings])
-    make.needs_totals, make.fields = cls.needs_totals, kinds
+    make = PolicyMaker(cls, settings)
     make()  # a value that the policy itself refuses is refused here
     return make
 
@@ -78,6 +114,9 @@ def _load(path: str) -> type[Policy]:
     if not Path(path).is_file():
         raise ValueError(f"policy file {path} does not exist")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None  # the file is there and ends in .py
+    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = [

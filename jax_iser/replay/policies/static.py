@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,9 @@ class StaticPast(Policy):
     window: int = 0
 
     def __post_init__(self):
-        self._past = []
-        self._sum = None
-        self._placed = None
+        self._past: list[np.ndarray] = []
+        self._sum: np.ndarray | None = None
+        self._placed: tuple[np.ndarray, np.ndarray] | None = None
         self._iteration = 0
 
     def plan(self, batch: Batch) -> Outcome:
@@ -72,7 +73,8 @@ class StaticWhole(Policy):
     needs_totals = True
 
     def fit(self, totals) -> None:
-        self._totals, self._placed = totals, None
+        self._totals = totals
+        self._placed: Any = None  # made at the first plan
 
     def plan(self, batch: Batch) -> Outcome:
         if self._placed is None:

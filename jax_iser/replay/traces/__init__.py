@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from jax_iser.replay.trace import Trace
@@ -113,4 +114,9 @@ def _open_files(kind, files, name, num_experts) -> Trace:
         if not (files[0].parent / "meta_info.json").is_file():
             raise TraceError(files[0], "file", "no meta_info.json beside it", "TensorRT-LLM's")
         return read_tensorrt_llm(files[0].parent, num_experts)
-    return {"npz": read_npz, "npy": read_npy, "json": read_json}[kind](files[0], num_experts)
+    readers: dict[str, Callable[..., Trace]] = {
+        "npz": read_npz,
+        "npy": read_npy,
+        "json": read_json,
+    }
+    return readers[kind](files[0], num_experts)

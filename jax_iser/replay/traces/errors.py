@@ -45,7 +45,7 @@ class Limits:
 LIMITS = Limits()
 
 
-def check_size(path, field: str, value: int, limit: int, low: int = 1) -> int:
+def check_size(path, field: str, value: object, limit: int, low: int = 1) -> int:
     """The value, where it is an integer within `[low, limit]`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= limit:
         raise TraceError(path, field, repr(value), f"an integer from {low} to {limit}")

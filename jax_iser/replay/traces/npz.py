@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,8 @@ def checked_experts(path, num_experts, option: int | None) -> int:
         raise TraceError(path, "num_experts", "nothing", "a number: give it by --num-experts")
     if None not in (num_experts, option) and num_experts != option:
         raise TraceError(path, "num_experts", num_experts, f"{option}, as --num-experts says")
-    return check_size(path, "num_experts", num_experts or option, LIMITS.experts)
+    known = option if num_experts is None else num_experts
+    return check_size(path, "num_experts", known, LIMITS.experts)
 
 
 def check_ids(path, field: str, block: np.ndarray, num_experts: int) -> np.ndarray:
@@ -124,11 +126,14 @@ def read_npy(path, num_experts: int | None = None) -> TokenTrace:
 
 def write_npz(path, topk_ids, request_lengths, num_experts: int, source_rank=None) -> None:
     """Writes our trace, uncompressed, so that it can be read in blocks."""
-    arrays = {
+    arrays: dict[str, Any] = {
         "topk_ids": np.asarray(topk_ids),
         "request_lengths": np.asarray(request_lengths, np.int32),
         "num_experts": np.int32(num_experts),
     }
     if source_rank is not None:
         arrays["source_rank"] = np.asarray(source_rank, np.int32)
-    np.savez(path, **arrays)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, np.ascontiguousarray(array), allow_pickle=False)

@@ -91,8 +91,9 @@ def dense_counts(path, name: str, parts: list[np.ndarray], notes: tuple[str, ...
             dropped = int((~kept).sum())
             notes += (f"{dropped} {what} without a route left out (unused buffer or dense layers)",)
     counts = counts[steps][:, used]
+    num_steps, layers, experts = counts.shape
     source = lambda: (step[None] for step in counts)  # noqa: E731
-    return CountTrace(path, name, *counts.shape, source, notes=notes)
+    return CountTrace(path, name, num_steps, layers, experts, source, notes=notes)
 
 
 def _records(archives):

@@ -25,9 +25,9 @@ def read_tensorrt_llm(folder: Path, num_experts: int | None = None) -> CountTrac
     files = _rank_files(folder)
     keys = {rank: _keys(path) for rank, path in files.items()}
     first = min(files)
-    for rank, found in keys.items():
-        if found != keys[first]:
-            odd = sorted(found ^ keys[first])[:3]
+    for rank, mine in keys.items():
+        if mine != keys[first]:
+            odd = sorted(mine ^ keys[first])[:3]
             raise TraceError(files[rank], "keys", f"{odd} not in all ranks", "the same keys")
     steps, layers = (sorted({key[i] for key in keys[first]}) for i in range(2))
     if len(keys[first]) != len(steps) * len(layers):
@@ -82,7 +82,7 @@ def _keys(path) -> set[tuple[int, int]]:
     if None in pairs:
         odd = names[pairs.index(None)]
         raise TraceError(path, "keys", repr(odd[:40]), "{iteration}_{layer}")
-    return {(int(pair[1]), int(pair[2])) for pair in pairs}
+    return {(int(pair[1]), int(pair[2])) for pair in pairs if pair}
 
 
 def _counts(path, step, layers, experts):

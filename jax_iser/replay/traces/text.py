@@ -79,7 +79,7 @@ _MEGATRON = ("step", "stage", "block", "layer", "rank")
 def read_megatron(paths: Sequence[Path], name: str, num_experts: int | None = None) -> CountTrace:
     """Megatron's `router_trace_rank*.jsonl`, a file a rank, read line by line into counts."""
     experts = checked_experts(paths[0], None, num_experts)
-    counts: dict[tuple[int, tuple, int], np.ndarray] = {}
+    counts: dict[tuple, np.ndarray] = {}  # by (step, layer, rank)
     widths: set[int] = set()
     for path in paths:
         for number, record in _lines(path):
@@ -88,7 +88,9 @@ def read_megatron(paths: Sequence[Path], name: str, num_experts: int | None = No
             found = np.bincount(ids[ids >= 0], minlength=experts)
             key = (step, layer, rank)
             counts[key] = counts[key] + found if key in counts else found
-    steps, layers, ranks = (sorted({key[i] for key in counts}) for i in range(3))
+    steps = sorted({step for step, _, _ in counts})
+    layers = sorted({layer for _, layer, _ in counts})
+    ranks = sorted({rank for _, _, rank in counts})
     if not counts:
         raise TraceError(paths[0], "file", "no record", "lines with top_indices")
     check_size(paths[0], "layers", len(layers), LIMITS.layers)
@@ -127,7 +129,7 @@ def _record(path, number, record, experts):
         ids = np.array(record["top_indices"], dtype=np.int64)
     except (ValueError, TypeError, OverflowError) as error:
         raise TraceError(path, f"{where} top_indices", error, "lists of equal length") from None
-    width = record.get("topk", ids.shape[1] if ids.ndim == 2 else None)
+    width = record.get("topk", ids.shape[-1])
     expected = (record.get("num_tokens", len(ids)), width)
     if ids.ndim != 2 and ids.size:
         raise TraceError(path, f"{where} top_indices", f"shape {ids.shape}", "[tokens][topk]")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import pickletools
 import zipfile
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -121,22 +121,22 @@ class _Machine:
                     return self._single()
                 handler = getattr(self, f"_{opcode.name.lower()}", None)
                 if handler is None:
-                    self._refuse(f"pickle opcode {opcode.name}")
+                    raise self._refusal(f"pickle opcode {opcode.name}")
                 handler(argument)
         except TraceError:
             raise
         except Exception as error:  # a pickle can be broken in any way
-            self._refuse(f"a broken pickle ({type(error).__name__}: {error})")
-        return self._refuse("a pickle without an end")
+            raise self._refusal(f"a broken pickle ({type(error).__name__}: {error})") from None
+        raise self._refusal("a pickle without an end")
 
-    def _refuse(self, found):
+    def _refuse(self, found) -> NoReturn:
         raise TraceError(
             self.path, "data.pkl", found, "containers of numbers, text and tensors only"
         )
 
     def _single(self):
         if len(self.stack) != 1:
-            self._refuse("a pickle of several values")
+            raise self._refusal("a pickle of several values")
         return self.stack[0]
 
     def _push(self, value):
@@ -205,7 +205,7 @@ class _Machine:
 
     def _top_list(self):
         if type(self.stack[-1]) is not list:
-            self._refuse("values appended to what is no list")
+            raise self._refusal("values appended to what is no list")
         return self.stack[-1]
 
     def _setitem(self, _):
@@ -218,7 +218,7 @@ class _Machine:
 
     def _top_dict(self):
         if type(self.stack[-1]) is not dict:
-            self._refuse("items set on what is no dict")
+            raise self._refusal("items set on what is no dict")
         return self.stack[-1]
 
     # Memo.
@@ -238,7 +238,7 @@ class _Machine:
     # Names are tokens. What is made from them is decided here.
     def _global(self, text):
         if text not in _STORAGES and text not in (_REBUILD, _ORDERED):
-            self._refuse(f"the name {text.replace(' ', '.')}, which is code")
+            raise self._refusal(f"the name {text.replace(' ', '.')}, which is code")
         self._push(_Name(text))
 
     def _stack_global(self, _):
@@ -248,12 +248,12 @@ class _Machine:
     def _binpersid(self, _):
         key = self.stack.pop()
         if not (isinstance(key, tuple) and len(key) == 5 and key[0] == "storage"):
-            self._refuse("a persistent id that is no storage")
+            raise self._refusal("a persistent id that is no storage")
         _, name, member, _, size = key
         if not isinstance(name, _Name) or name.text not in _STORAGES:
-            self._refuse("a storage of unknown type")
+            raise self._refusal("a storage of unknown type")
         if not isinstance(member, str) or not member.isalnum() or not _count(size):
-            self._refuse("a storage without a name or size")
+            raise self._refusal("a storage without a name or size")
         self._push(_Storage(np.dtype(_STORAGES[name.text]), member, size))
 
     def _reduce(self, _):
@@ -263,7 +263,7 @@ class _Machine:
         elif function == _Name(_REBUILD):
             self._push(self._tensor(arguments))
         else:
-            self._refuse("a call of something else than a tensor's rebuild function")
+            raise self._refusal("a call of something else than a tensor's rebuild function")
 
     def _tensor(self, arguments):
         storage, offset, shape, strides = arguments[:4]
@@ -276,12 +276,12 @@ class _Machine:
             and all(map(_count, shape + strides))
         )
         if not fits:
-            self._refuse("a tensor with a broken storage, shape or strides")
+            raise self._refusal("a tensor with a broken storage, shape or strides")
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if 0 not in shape and last >= storage.size:
-            self._refuse(f"a tensor of shape {shape} that ends outside its storage")
+            raise self._refusal(f"a tensor of shape {shape} that ends outside its storage")
         if math.prod(shape) > max(storage.size, 1):
-            self._refuse(f"a tensor of shape {shape} over {storage.size} stored values")
+            raise self._refusal(f"a tensor of shape {shape} over {storage.size} stored values")
         return LazyTensor(storage.dtype, shape, strides, offset, storage.key, storage.size)
 
 
