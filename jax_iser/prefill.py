@@ -87,7 +87,7 @@ class Measurement:
 
 
 def compile_arms(model: nnx.Module, arms: Sequence[str]) -> dict[str, Callable]:
-    """One jitted function an arm, `(state, tokens, handle) -> (logits, layers)`, and the state.
+    """One jitted function an arm: `(state, tokens, handle) -> (logits, layers)`.
 
     The arms differ in static attributes of the MoE modules only; they share the state's arrays.
     """
@@ -144,24 +144,19 @@ def measure(
         raise ValueError(f"arms {unknown or 'none'}: name some of {', '.join(ARMS)}")
     if not len(inputs) or repeats < 1:
         raise ValueError(f"{len(inputs)} chunks and {repeats} repeats: nothing to run")
-    runner = _Runner(model, domain, arms, separator)
+    runner = _Runner(model, domain, arms)
     for arm in arms:  # compiles, and warms memory up
         runner.run(arm, inputs[0])
         progress(arm, "compile")
     records = {arm: ArmRecord() for arm in arms}
     is_equal, is_repeatable = True, True
     for chunk, (tokens, wanted) in enumerate(zip(inputs, targets, strict=True)):
-        seen: dict[str, list[_Run]] = {arm: [] for arm in arms}
-        for repeat in range(repeats):
-            turn = (chunk + repeat) % len(arms)
-            for arm in (*arms[turn:], *arms[:turn]):
-                seen[arm].append(runner.run(arm, tokens))
-                progress(arm, "run")
+        seen = _take_turns(runner, chunk, tokens, arms, repeats, progress)
         for arm, runs in seen.items():
-            is_repeatable &= all(_same_bytes(run.logits, runs[0].logits) for run in runs)
+            is_repeatable &= _all_equal(runs, runs[0])
             _append(records[arm], runs, wanted, separator)
         if "off" in seen and "on" in seen:
-            is_equal &= all(_same_bytes(run.logits, seen["off"][0].logits) for run in seen["on"])
+            is_equal &= _all_equal(seen["on"], seen["off"][0])
     if hasattr(domain, "check"):
         domain.check()
     return Measurement(
@@ -186,7 +181,7 @@ class _Run:
 class _Runner:
     """Compiled arms with what they need of the mesh."""
 
-    def __init__(self, model, domain, arms, separator):
+    def __init__(self, model, domain, arms):
         self.domain, self.handle = domain, getattr(domain, "handle", domain)
         self.functions = compile_arms(model, arms)
         self.state = nnx.state(model)
@@ -208,6 +203,21 @@ class _Runner:
             {name: _on_host(layer[name]) for name in (*_FIELDS, "topk_ids")} for layer in layers
         ]
         return _Run(_on_host(logits), kept, busy, seconds)
+
+
+def _take_turns(runner, chunk, tokens, arms, repeats, progress) -> dict[str, list[_Run]]:
+    """All runs of one chunk, by arm; another arm begins each round."""
+    seen: dict[str, list[_Run]] = {arm: [] for arm in arms}
+    for repeat in range(repeats):
+        turn = (chunk + repeat) % len(arms)
+        for arm in (*arms[turn:], *arms[:turn]):
+            seen[arm].append(runner.run(arm, tokens))
+            progress(arm, "run")
+    return seen
+
+
+def _all_equal(runs: list[_Run], to: _Run) -> bool:
+    return all(_same_bytes(run.logits, to.logits) for run in runs)
 
 
 def _on_host(array: jax.Array) -> np.ndarray:

@@ -12,108 +12,19 @@ from jax_iser.cli import _devices, _model
 from jax_iser.cli._output import (
     Failure,
     UsageError,
-    add_json_argument,
-    check_writable,
-    number,
     progress_console,
     result_console,
     write_json,
 )
+from jax_iser.cli._prefill_options import add_arguments, check
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
 
 EXAMPLE = "jax-iser prefill --text README.md docs/*.md --chunks 2 --plot prefill.png --json -"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _model.add_model_argument(parser)
-    add = parser.add_argument
-    add(
-        "--text",
-        nargs="+",
-        metavar="FILE",
-        help="what to read (default: source files of Python's standard library)",
-    )
-    add(
-        "--chunks",
-        metavar="N",
-        type=number(int, 1),
-        default=12,
-        help="chunks to read at most (default 12)",
-    )
-    add(
-        "--ep",
-        metavar="P",
-        type=number(int, 1, 72),
-        default=8,
-        help="expert-parallel ranks (default 8)",
-    )
-    add(
-        "--slots",
-        metavar="S",
-        type=number(int, 0, 16),
-        default=4,
-        help="helper slots of a rank (default 4)",
-    )
-    add(
-        "--tokens-per-rank",
-        metavar="N",
-        type=number(int, 1),
-        default=512,
-        help="bytes of a rank's sequence in a chunk (default 512)",
-    )
-    add(
-        "--ranks-per-device",
-        metavar="V",
-        type=number(int, 1),
-        default=1,
-        help="consecutive ranks that share a CPU device (default 1)",
-    )
-    add(
-        "--arms",
-        metavar="ARM,...",
-        type=_arms,
-        default=("off", "on", "fb"),
-        help="what to run, out of off, on, fb (default all)",
-    )
-    add(
-        "--min-group-size",
-        type=int,
-        choices=(4, 2, 1),
-        default=4,
-        help="ranks of the smallest group that an expert is copied to (default 4)",
-    )
-    add(
-        "--method",
-        choices=("fused", "reference"),
-        default="fused",
-        help="reference: plain JAX, without copies and without busy times (default fused)",
-    )
-    add(
-        "--repeats",
-        metavar="N",
-        type=number(int, 1),
-        default=3,
-        help="runs of each chunk and arm; the least busy time of a rank counts (default 3)",
-    )
-    add_json_argument(parser)
-    add("--plot", metavar="FILE", help="picture of R and busy time per layer (PNG, SVG or PDF)")
-    add("--record", metavar="TRACE.npz", help="write the routing taken as a trace for replay")
-    several = parser.add_argument_group(
-        "several processes on this host", "start the same command once for each --process-id"
-    )
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--num-processes", metavar="N", type=number(int, 1))
-    several.add_argument("--process-id", metavar="I", type=number(int, 0))
-
-
-def _arms(text: str) -> tuple[str, ...]:
-    arms = tuple(text.split(","))
-    if not set(arms) <= {"off", "on", "fb"} or len(set(arms)) != len(arms):
-        raise argparse.ArgumentTypeError(f"{text!r}: name each of off, on, fb at most once")
-    return tuple(arm for arm in ("off", "on", "fb") if arm in arms)
-
-
 def run(args: argparse.Namespace) -> int:
-    num_devices = _check(args)
+    num_devices = check(args)
     path = _model.model_directory(args)
     _devices.force_devices(
         num_devices // (args.num_processes or 1),
@@ -132,35 +43,6 @@ def run(args: argparse.Namespace) -> int:
         _introduce(console, args, path, domain_config, inputs, text)
     measurement = _measure(args, model, mesh, domain_config, inputs, targets, console, is_first)
     return _report(args, path, config, measurement) if is_first else _exit_code(measurement)
-
-
-def _check(args) -> int:
-    """Checks options against each other; returns the number of devices over all processes."""
-    if args.ep % args.ranks_per_device:
-        raise UsageError(
-            f"--ep {args.ep} is not divisible by --ranks-per-device {args.ranks_per_device}"
-        )
-    if args.record and set(args.arms) == {"fb"}:
-        raise UsageError("--record with --arms fb: forced routing is no trace; add off or on")
-    if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
-        raise UsageError(f"--plot {args.plot} does not end in .png, .svg or .pdf")
-    for option in ("json", "plot", "record"):
-        check_writable(f"--{option}", getattr(args, option))
-    several = (args.coordinator, args.num_processes, args.process_id)
-    if any(value is not None for value in several) and None in several:
-        raise UsageError("--coordinator, --num-processes and --process-id go together")
-    num_devices = args.ep // args.ranks_per_device
-    if args.coordinator:
-        if args.process_id >= args.num_processes:
-            raise UsageError(
-                f"--process-id {args.process_id} is not below --num-processes {args.num_processes}"
-            )
-        if num_devices % args.num_processes:
-            raise UsageError(
-                f"{num_devices} devices (--ep / --ranks-per-device) are not divisible by "
-                f"--num-processes {args.num_processes}"
-            )
-    return num_devices
 
 
 def _domain_config(args, config):
