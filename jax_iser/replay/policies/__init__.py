@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jax_iser.replay.policies.all_rank import AllRank
 from jax_iser.replay.policies.base import Policy
@@ -29,31 +29,6 @@ POLICIES = {
         Resplit,
     )
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyMaker:
-    """Makes policies of one kind with settings that are given; see `parse_policy`.
-
-    Attributes:
-      label: the text that names it.
-      policy: the `Policy` dataclass.
-      fields: its fields and their types.
-      given: the settings.
-    """
-
-    label: str
-    policy: type[Policy]
-    fields: dict[str, type]
-    given: dict[str, Any]
-
-    @property
-    def needs_totals(self) -> bool:
-        return self.policy.needs_totals
-
-    def __call__(self, **fields) -> Policy:
-        """The policy with these fields too; those that it lacks are left out."""
-        return self.policy(**{k: v for k, v in fields.items() if k in self.fields} | self.given)
 
 
 class PolicyMaker:
@@ -116,7 +91,6 @@ def _load(path: str) -> type[Policy]:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None  # the file is there and ends in .py
     assert spec.loader is not None
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = [
