@@ -121,15 +121,21 @@ const uint8_t* plane_of(const Domain& domain, const ffi::AnyBuffer& plane, int32
   return static_cast<const uint8_t*>(plane.untyped_data()) + (is_stacked ? layer * bytes : 0);
 }
 
-// params i32 [3]: layer, weights_version, is_balanced.
-std::string check_params(const Domain& domain, const I32& params) {
+// What `start` and `plan` share; params are i32 [3]: layer, weights_version, is_balanced.
+std::string read_call(const Domain& domain, const I32& params, const I32& topk_ids,
+                      StartCall* call) {
   if (params.element_count() != 3) return "params is not i32[3]";
-  const int32_t layer = params.typed_data()[0];
-  if (layer < 0 || layer >= domain.options.num_layers) {
-    return "layer " + std::to_string(layer) +
+  const int32_t* values = params.typed_data();
+  if (values[0] < 0 || values[0] >= domain.options.num_layers) {
+    return "layer " + std::to_string(values[0]) +
            " is outside the Domain's num_layers=" + std::to_string(domain.options.num_layers);
   }
-  return "";
+  call->layer = values[0];
+  call->weights_version = values[1];
+  call->is_balanced = values[2] != 0;
+  call->topk_ids = topk_ids.typed_data();
+  return count_tokens(domain, topk_ids.dimensions(), domain.shape().top_k, "topk_ids",
+                      &call->num_tokens);
 }
 
 ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids,
@@ -139,16 +145,8 @@ ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 top
   if (!target.error.empty()) return failed(target.error);
   Domain& domain = *target.domain;
   StartCall call{};
-  std::string error = check_params(domain, params);
-  if (error.empty()) {
-    error = count_tokens(domain, topk_ids.dimensions(), domain.shape().top_k, "topk_ids",
-                         &call.num_tokens);
-  }
+  std::string error = read_call(domain, params, topk_ids, &call);
   if (!error.empty()) return failed(error);
-  call.layer = params.typed_data()[0];
-  call.weights_version = params.typed_data()[1];
-  call.is_balanced = params.typed_data()[2] != 0;
-  call.topk_ids = topk_ids.typed_data();
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
   for (int i = 0; i < 3; ++i) {
     call.weights[i] = plane_of(domain, *planes[i], call.layer, &error);
@@ -223,17 +221,9 @@ ffi::Future plan(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 top
   if (!target.error.empty()) return failed_future(target.error);
   Domain& domain = *target.domain;
   StartCall call{};
-  std::string error = check_params(domain, params);
-  if (error.empty()) {
-    error = count_tokens(domain, topk_ids.dimensions(), domain.shape().top_k, "topk_ids",
-                         &call.num_tokens);
-  }
-  if (!error.empty()) return failed_future(error);
-  call.layer = params.typed_data()[0];
-  call.weights_version = params.typed_data()[1];
-  call.is_balanced = params.typed_data()[2] != 0;
   call.is_plan_only = true;
-  call.topk_ids = topk_ids.typed_data();
+  const std::string error = read_call(domain, params, topk_ids, &call);
+  if (!error.empty()) return failed_future(error);
   ffi::Promise promise;
   ffi::Future future(promise);
   const PlanOutputs outputs{route_slot->typed_data(),  broadcasts->typed_data(),
