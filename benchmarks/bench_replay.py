@@ -62,10 +62,37 @@ class Memory:
         return Cut(len(self.iterations), tokens_per_rank, (), iter(self.iterations))
 
 
+# What of a row is kept: the JSON is for people to compare.
+FIELDS = (
+    "trace",
+    "ep",
+    "slots",
+    "policy",
+    "tokens_per_rank",
+    "iterations",
+    "imbalance_off",
+    "imbalance",
+    "imbalance_worst",
+    "imbalance_worst_layer",
+    "excess_removed",
+    "remote_copies",
+    "owner_copies_p50",
+    "owner_copies_p99",
+    "owner_copies_max",
+    "send_max_change",
+    "recv_max_change",
+    "groups_without_owner",
+    "replicas_recur",
+)
+
+
 def figures(trace, ep, policies, **options) -> tuple[list[dict], tuple[str, ...]]:
     """Rows of one replay, and what it says it assumed."""
     rows, cut = replay(trace, ep, [parse_policy(name) for name in policies], **options)
-    return [row.figures for row in rows], cut.notes
+    kept = [{name: row.figures[name] for name in FIELDS} for row in rows]
+    return [{k: round(v, 6) if isinstance(v, float) else v for k, v in r.items()} for r in kept], (
+        cut.notes
+    )
 
 
 def mixed() -> list[dict]:

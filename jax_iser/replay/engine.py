@@ -32,7 +32,7 @@ class Row:
     figures: dict
     layers_off: np.ndarray
     layers_on: np.ndarray
-    routes: list[float]
+    routes: tuple[float, float, float, float]
 
 
 def why_not(num_experts: int, num_ranks: int) -> str | None:

@@ -90,10 +90,11 @@ def owner_figure(rows: Sequence[Row], folder: Path) -> Path | None:
     figure, axes = _new(1, width=6)
     eps = sorted({r.figures["ep"] for r in wanted})
     names = list(dict.fromkeys(r.figures["policy"] for r in wanted))[:5]
-    series: Mapping[str, Sequence[float]] = {}
-    for name in names:
-        mine = {r.figures["ep"]: r for r in wanted if r.figures["policy"] == name}
-        series[name] = [mine[ep].figures["owner_copies_max"] if ep in mine else 0 for ep in eps]
+    series: dict[str, list[int]] = {name: [0] * len(eps) for name in names}
+    for row in wanted:  # the worst of all traces
+        if (name := row.figures["policy"]) in series:
+            place, most = eps.index(row.figures["ep"]), row.figures["owner_copies_max"]
+            series[name][place] = max(series[name][place], most)
     _bars(axes[0, 0], [f"EP{ep}" for ep in eps], series)
     axes[0, 0].set_ylabel("busiest owner's copies, worst call")
     axes[0, 0].legend(fontsize=7, frameon=False, ncols=2)
@@ -101,13 +102,14 @@ def owner_figure(rows: Sequence[Row], folder: Path) -> Path | None:
 
 
 def objectives_figure(rows: Sequence[Row], folder: Path) -> Path | None:
-    """Figure 7: imbalance by layer and the largest send-out and receive-in, off and with HALO-Q."""
+    """Figure 7, of the first trace and HALO-Q: imbalance by layer, and the largest send-out and
+    receive-in, off and on."""
     rows = [r for r in rows if r.figures["policy"].split(":")[0] == "haloq"]
     if not rows:
         return None
-    first = rows[0].figures
-    best = {r.figures["ep"]: r for r in rows if r.figures["slots"] == first["slots"]}
-    by_ep = [best[ep] for ep in sorted(best)]
+    first = tuple(rows[0].figures[key] for key in ("trace", "slots", "policy"))
+    by_ep = [r for r in rows if tuple(r.figures[k] for k in ("trace", "slots", "policy")) == first]
+    by_ep.sort(key=lambda row: row.figures["ep"])
     figure, axes = _new(len(by_ep) + 1, width=2.8)
     for ax, row in zip(axes[0], by_ep, strict=False):
         order = np.argsort(row.layers_off)
@@ -118,7 +120,7 @@ def objectives_figure(rows: Sequence[Row], folder: Path) -> Path | None:
         means = f"{row.figures['imbalance_off']:.2f} to {row.figures['imbalance']:.3f}"
         ax.set(title=f"EP{row.figures['ep']}: {means}", xlabel="layers by R")
         ax.title.set_fontsize(9)
-    axes[0, 0].set_ylabel("R, mean over iterations")
+    axes[0, 0].set_ylabel(f"{first[0]}: R, mean over iterations")
     axes[0, 0].legend(fontsize=7, frameon=False)
     _locality(axes[0, -1], by_ep)
     return _save(figure, folder, "fig7_objectives")

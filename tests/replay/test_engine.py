@@ -1,5 +1,8 @@
 """Metrics of the two paths, threads, blocks, and rows against figures worked out here."""
 
+import doctest
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -116,3 +119,12 @@ def test_json_fields_of_the_contract():
 def test_why_an_ep_degree_is_skipped(experts, ranks, reason):
     assert reason in why_not(experts, ranks)
     assert why_not(384, 24) is None
+
+
+@pytest.mark.parametrize("name", ["policies", "time_model", "tokens_of_counts", "workloads"])
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(f"jax_iser.replay.{name}")
+    names = {"np": np, **vars(module)}
+    failed, tried = doctest.testmod(module, globs=names)
+    assert tried
+    assert not failed

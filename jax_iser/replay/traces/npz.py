@@ -136,4 +136,4 @@ def write_npz(path, topk_ids, request_lengths, num_experts: int, source_rank=Non
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
-                np.lib.format.write_array(stream, np.ascontiguousarray(array), allow_pickle=False)
+                np.lib.format.write_array(stream, np.asarray(array, order="C"), allow_pickle=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import pickletools
 import zipfile
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -129,10 +129,9 @@ class _Machine:
             raise self._refusal(f"a broken pickle ({type(error).__name__}: {error})") from None
         raise self._refusal("a pickle without an end")
 
-    def _refuse(self, found) -> NoReturn:
-        raise TraceError(
-            self.path, "data.pkl", found, "containers of numbers, text and tensors only"
-        )
+    def _refusal(self, found) -> TraceError:
+        expected = "containers of numbers, text and tensors only"
+        return TraceError(self.path, "data.pkl", found, expected)
 
     def _single(self):
         if len(self.stack) != 1:
