@@ -130,6 +130,7 @@ def make_train_steps(graphdef, optimizer, corpus, args):
         )
         loss_of = lambda params: loss_fn(nnx.merge(graphdef, params, biases), window)  # noqa: E731
         (loss, loads), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         scale = learning_rate(args, index, progress)
         params = optax.apply_updates(params, jax.tree.map(lambda u: u * scale, updates))
@@ -137,7 +138,7 @@ def make_train_steps(graphdef, optimizer, corpus, args):
         for (_, bias), load in zip(_in_layer_order(biases), loads, strict=True):
             bias.set_value(balance(bias.get_value(), load, rate))
         load_ratio = (loads.max(-1) / loads.mean(-1)).mean()
-        return (params, biases, opt_state, index + 1), (loss, optax.global_norm(grads), load_ratio)
+        return (params, biases, opt_state, index + 1), (loss, norm, load_ratio)
 
     def steps(carry, progress):
         one = functools.partial(step, progress)
