@@ -234,7 +234,7 @@ class Timeline:
     """One call on one device; times are `time.monotonic_ns()`.
 
     `started`: start was called. `planned`: its plan was known. `copy_begin`, `copy_end`: the
-    device's copies, READY included. `fused_called`: fused_moe was called, so the shared expert had
+    device's copies, up to its READY. `fused_called`: fused_moe was called, so the shared expert had
     ended. `ready_seen`: every rank was READY. `finished`: the output was complete.
     """
 

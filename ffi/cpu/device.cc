@@ -141,7 +141,8 @@ void Device::run_copy(Invocation& invocation) {
   for (int32_t v = 0; v < ranks; ++v) {
     if (!replicate(domain_, invocation, first_rank + v)) return;
   }
-  invocation.times.copy_end = now_ns();
+  invocation.times.copy_end = now_ns();  // from READY on, MAIN may finish and read the times
+  for (int32_t v = 0; v < ranks; ++v) publish_ready(domain_, invocation, first_rank + v);
 }
 
 // Likewise in the order of generations: calls that do not depend on each other may be completed in
@@ -176,7 +177,8 @@ void Device::run_main(MainJob& job) {
   invocation.times.generation = invocation.generation;
   invocation.times.layer = invocation.call.layer;
   invocation.times.finished = now_ns();
-  if (!is_plan_only) domain_.record(invocation.times, first_rank);
+  if (ok && !is_plan_only) domain_.record(invocation.times, first_rank);
+  if (!ok) domain_.wait_readers();
   const std::string error = ok ? "" : domain_.error_text();
   const Done done = is_plan_only ? invocation.plan_only_done : job.call.done;
   finish(job.invocation);

@@ -188,6 +188,22 @@ void Domain::fail(const ErrorWord& error) {
   wake_everyone();
 }
 
+// The fences order "reading, so not failed" against "failed, so nobody reads".
+bool Domain::begin_reading() {
+  num_reading_.fetch_add(1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (!has_failed()) return true;
+  end_reading();
+  return false;
+}
+
+void Domain::wait_readers() const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  while (num_reading_.load(std::memory_order_acquire) != 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
 ErrorWord Domain::error() const {
   const ProcessWords* words = local_words();
   uint32_t state;
@@ -206,7 +222,7 @@ std::string Domain::error_text() const {
     case ErrorCode::kNone:
       return "";
     case ErrorCode::kTimeout:
-      if (e.peer == e.rank) {
+      if (e.peer == e.rank && static_cast<Stage>(e.stage) == Stage::kCombine) {
         return rank + " waited " + number(e.expected) + " ms for the call before this one to end" +
                where +
                "; it lost its fused_moe, or the two calls stand side by side in a program: let one "

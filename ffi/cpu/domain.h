@@ -209,6 +209,11 @@ class Domain {
   bool wait_planned(Invocation& invocation);
 
   bool has_failed() const { return load_acquire(&local_words()->aborted) != 0; }
+  // Brackets around reading operands of calls, which are freed once their calls have completed; not
+  // entered, and false, when the Domain has failed. A failed call completes after the last reader.
+  bool begin_reading();
+  void end_reading() { num_reading_.fetch_sub(1, std::memory_order_release); }
+  void wait_readers() const;
   void fail(const ErrorWord& error);
   ErrorWord error() const;
   std::string error_text() const;
@@ -275,6 +280,7 @@ class Domain {
   mutable std::mutex placed_mutex_;
   std::deque<PlacedMemory> placed_;
   std::vector<std::atomic<int64_t>> stalls_;  // [local ranks, stages]
+  std::atomic<int> num_reading_{0};
 
   std::mutex record_mutex_;
   std::deque<std::pair<int32_t, Timeline>> timelines_;
@@ -291,6 +297,7 @@ void rewrite_routes(Domain& domain, Invocation& invocation, int32_t rank, int32_
 // replication.cc: copies the bundles that `rank` is to move, then says so.
 bool stage_bundles(Domain& domain, const Invocation& invocation, int32_t rank);
 bool replicate(Domain& domain, const Invocation& invocation, int32_t rank);
+void publish_ready(Domain& domain, const Invocation& invocation, int32_t rank);
 
 // fused_moe.cc: expert tiles and combine of the device's ranks.
 bool fused_moe(Domain& domain, Invocation& invocation, const FusedCall& call, int32_t first_rank);

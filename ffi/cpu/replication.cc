@@ -54,8 +54,9 @@ void source_planes(const Domain& domain, const SharedPlan& plan, int32_t index,
 }
 
 // Stores slices first, first + step, ... to every member but the owner.
-void store_slices(const Domain& domain, const Invocation& invocation, int32_t index, size_t first,
+void store_slices(Domain& domain, const Invocation& invocation, int32_t index, size_t first,
                   size_t step) {
+  if (!domain.begin_reading()) return;
   const DomainShape& shape = domain.shape();
   const Broadcast& row = invocation.plan->broadcasts[index];
   const Group group = row.group(shape.slots.num_ranks);
@@ -71,6 +72,7 @@ void store_slices(const Domain& domain, const Invocation& invocation, int32_t in
                   planes[slice.plane] + slice.offset, slice.bytes);
     }
   }
+  domain.end_reading();
 }
 
 }  // namespace
@@ -83,12 +85,14 @@ bool stage_bundles(Domain& domain, const Invocation& invocation, int32_t rank) {
     const Broadcast& row = plan.broadcasts[b];
     if (row.owner != rank || static_cast<CopyWay>(row.how) != CopyWay::kSami) continue;
     if (!has_remote_member(domain, row)) continue;
+    if (!domain.begin_reading()) return false;
     const uint8_t* planes[3];
     domain.home_planes(rank, row.expert, plan.generation, planes);
     uint8_t* staged = domain.block(rank).staged(shape, export_index(plan, b));
     for (int i = 0; i < 3; ++i) {
       std::memcpy(staged + i * shape.plane_bytes(), planes[i], shape.plane_bytes());
     }
+    domain.end_reading();
   }
   domain.arrive(Stage::kStaged, rank, invocation.generation);
   return !domain.has_failed();
@@ -116,9 +120,12 @@ bool replicate(Domain& domain, const Invocation& invocation, int32_t rank) {
         break;
     }
   }
-  domain.block(rank).words()->plan_hash = plan.hash;
-  domain.arrive(Stage::kReady, rank, invocation.generation);
   return !domain.has_failed();
+}
+
+void publish_ready(Domain& domain, const Invocation& invocation, int32_t rank) {
+  domain.block(rank).words()->plan_hash = invocation.plan->hash;
+  domain.arrive(Stage::kReady, rank, invocation.generation);
 }
 
 }  // namespace iser::cpu
