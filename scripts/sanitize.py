@@ -3,9 +3,9 @@
     python3 scripts/sanitize.py                  # ASan with UBSan, then TSan: all of tests/cpp
     python3 scripts/sanitize.py --only thread haloq
 
-tests/cpp/test_X.cc is linked with ffi/cpu/X*.cc, where there are any. Before any of them counts,
-each sanitizer has to catch the faults planted in tests/cpp/planted. Standard library only; CXX
-names the compiler (default c++).
+tests/cpp/test_X.cc is linked with ffi/cpu/X*.cc, where there are any, or with what its first line
+says after `// Links: `. Before any of them counts, each sanitizer has to catch the faults planted
+in tests/cpp/planted. Standard library only; CXX names the compiler (default c++).
 """
 
 import argparse
@@ -62,9 +62,13 @@ def run_compiler(arguments: list[str]) -> None:
 
 
 def sources_of(test: pathlib.Path) -> list[pathlib.Path]:
-    """The test itself and the sources that its name names."""
-    subject = test.stem.removeprefix("test_")
-    return [test, *sorted((ROOT / "ffi" / "cpu").glob(f"{subject}*.cc"))]
+    """The test itself, and the sources that its first line or else its name names."""
+    links = f"ffi/cpu/{test.stem.removeprefix('test_')}*.cc"
+    with test.open() as file:
+        first = file.readline()
+    if first.startswith("// Links: "):
+        links = first.removeprefix("// Links: ").strip()
+    return [test, *sorted(ROOT.glob(links))]
 
 
 def build(test: pathlib.Path, kind: str, pool: concurrent.futures.Executor) -> pathlib.Path:

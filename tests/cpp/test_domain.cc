@@ -1,0 +1,317 @@
+// Links: ffi/cpu/*.cc
+//
+// The CPU runtime without XLA: threads stand for devices, two Domains over the same segments for
+// two processes. Outputs with replicas must have the bits of outputs without, and every call must
+// end, also when ranks are late, Domains close or peers fail. Run it under TSan and ASan.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/cpu/domain.h"
+
+namespace {
+
+using namespace iser;
+using namespace iser::cpu;
+
+constexpr int32_t kRanks = 4, kExperts = 8, kSlots = 2, kTopK = 2, kHidden = 24, kIntermediate = 40;
+constexpr int32_t kTokens = 12;
+constexpr size_t kPlane = static_cast<size_t>(kHidden) * kIntermediate;
+
+[[noreturn]] void fail(const char* test, const std::string& what) {
+  std::fprintf(stderr, "%s: %s\n", test, what.c_str());
+  std::exit(1);
+}
+
+// Operands of all ranks: rank 0's experts are hot.
+struct Problem {
+  std::vector<float> x, topk_weights, planes[3];
+  std::vector<int32_t> ids;
+
+  explicit Problem(uint32_t seed) {
+    std::mt19937 rng(seed);
+    const auto fill = [&](std::vector<float>& values, size_t size) {
+      std::normal_distribution<float> normal(0.0f, 0.2f);
+      values.resize(size);
+      for (float& value : values) value = normal(rng);
+    };
+    fill(x, static_cast<size_t>(kRanks) * kTokens * kHidden);
+    fill(topk_weights, static_cast<size_t>(kRanks) * kTokens * kTopK);
+    for (auto& plane : planes) fill(plane, kExperts * kPlane);
+    for (int32_t i = 0; i < kRanks * kTokens * kTopK; ++i) {
+      ids.push_back(static_cast<int32_t>(rng() % 3 ? rng() % 2 : rng() % (kExperts + 1)));
+    }
+  }
+};
+
+DomainOptions make_options(int32_t ranks_per_device, CopyRule rule, int64_t timeout_ms) {
+  DomainOptions options{};
+  options.shape = {
+      {kRanks, kExperts, kSlots}, kTopK, kHidden, kIntermediate, kTokens, sizeof(float), 2, kSlots};
+  options.dtype = DType::kF32;
+  options.min_group_size = 1;
+  options.copy_rule = rule;
+  options.num_layers = 2;
+  options.ranks_per_device = ranks_per_device;
+  options.max_routes_per_rank = 9;  // several waves
+  options.timeout_ns = timeout_ms * 1'000'000;
+  options.startup_timeout_ns = timeout_ms * 1'000'000;
+  options.poison = true;
+  return options;
+}
+
+// Segments of `num_processes` in this process's memory; outlives the Domains over it.
+struct Memory {
+  std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> bases;
+  std::vector<Segment> segments;
+
+  Memory(const DomainOptions& options, int32_t num_processes) {
+    const int32_t ranks = kRanks / num_processes;
+    const size_t bytes = align_up(segment_bytes(options.shape, ranks), 4096);
+    for (int32_t p = 0; p < num_processes; ++p) {
+      bases.emplace_back(static_cast<uint8_t*>(std::aligned_alloc(4096, bytes)), &std::free);
+      std::memset(bases.back().get(), 0, bytes);
+      segments.push_back({bases.back().get(), p * ranks, ranks, -1});
+    }
+  }
+};
+
+struct Outputs {
+  std::vector<float> y;
+  std::vector<int32_t> route_slot, broadcasts, quota, load_before, load;
+  int32_t num_broadcasts = -1, status = -1;
+  uint32_t generation = 0;
+
+  explicit Outputs(int32_t ranks)
+      : y(static_cast<size_t>(ranks) * kTokens * kHidden),
+        route_slot(static_cast<size_t>(ranks) * kTokens * kTopK),
+        broadcasts(kRanks * kSlots * 6),
+        quota(kRanks * kSlots * kRanks),
+        load_before(kRanks),
+        load(kRanks) {}
+
+  PlanOutputs plan() {
+    return {route_slot.data(),  broadcasts.data(), quota.data(), &num_broadcasts,
+            load_before.data(), load.data(),       &status,      &generation};
+  }
+};
+
+// What one device's program does in one call; returns the call's error. The weights are freed as
+// soon as the call has completed, as XLA frees donated ones: nobody may still read them.
+std::string call_device(Domain& domain, const Problem& problem, int32_t rank, int64_t run,
+                        int32_t layer, bool is_balanced, Outputs& outputs) {
+  const int32_t ranks = domain.options.ranks_per_device;
+  const size_t home = kExperts / kRanks;
+  StartCall call{};
+  call.layer = layer;
+  call.is_balanced = is_balanced;
+  call.num_tokens = kTokens;
+  call.topk_ids = problem.ids.data() + static_cast<size_t>(rank) * kTokens * kTopK;
+  std::vector<float> planes[3];
+  for (int i = 0; i < 3; ++i) {
+    const float* first = problem.planes[i].data() + rank * home * kPlane;
+    planes[i].assign(first, first + ranks * home * kPlane);
+    call.weights[i] = reinterpret_cast<const uint8_t*>(planes[i].data());
+  }
+  Device* device = domain.device_of(rank);
+  const uint32_t generation = device->start({run, 1}, call, {}, nullptr);
+  std::promise<std::string> done;
+  FusedCall fused{reinterpret_cast<const uint8_t*>(problem.x.data() +
+                                                   static_cast<size_t>(rank) * kTokens * kHidden),
+                  problem.topk_weights.data() + static_cast<size_t>(rank) * kTokens * kTopK,
+                  reinterpret_cast<uint8_t*>(outputs.y.data()), outputs.plan(),
+                  [&done](const std::string& error) { done.set_value(error); }};
+  device->fused_moe(generation, std::move(fused));
+  return done.get_future().get();
+}
+
+// One call of every device of every Domain, a thread each: all outputs in rank order.
+std::vector<float> call_all(const char* test, const std::vector<Domain*>& domains,
+                            const Problem& problem, int64_t run, int32_t layer, bool is_balanced) {
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Outputs>> outputs;
+  std::vector<std::string> errors(kRanks);
+  for (Domain* domain : domains) {
+    const int32_t ranks = domain->options.ranks_per_device, first = domain->first_local_rank();
+    for (int32_t r = first; r < first + domain->num_local_ranks(); r += ranks) {
+      outputs.push_back(std::make_unique<Outputs>(ranks));
+      Outputs& mine = *outputs.back();
+      std::string& error = errors[outputs.size() - 1];
+      threads.emplace_back([domain, &problem, r, run, layer, is_balanced, &mine, &error] {
+        error = call_device(*domain, problem, r, run, layer, is_balanced, mine);
+      });
+    }
+  }
+  for (auto& thread : threads) thread.join();
+  std::vector<float> y;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!errors[i].empty()) fail(test, errors[i]);
+    if (outputs[i]->status != 0) fail(test, "status is not 0");
+    if ((outputs[i]->num_broadcasts > 0) != is_balanced) fail(test, "broadcasts do not fit");
+    y.insert(y.end(), outputs[i]->y.begin(), outputs[i]->y.end());
+  }
+  return y;
+}
+
+void expect_same(const char* test, const std::vector<float>& found,
+                 const std::vector<float>& expected) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (std::memcmp(&found[i], &expected[i], sizeof(float)) != 0) {
+      fail(test, "element " + std::to_string(i) + " is " + std::to_string(found[i]) +
+                     ", expected " + std::to_string(expected[i]));
+    }
+  }
+}
+
+const std::vector<float>& reference_output(const Problem& problem) {
+  static std::vector<float> y;
+  if (y.empty()) {
+    const DomainOptions options = make_options(kRanks, CopyRule::kOwnerDirect, 60'000);
+    Memory memory(options, 1);
+    Domain domain(options, memory.segments, 0);
+    y = call_all("reference", {&domain}, problem, 1, 0, false);
+  }
+  return y;
+}
+
+void test_bits(int32_t num_processes, int32_t ranks_per_device, CopyRule rule) {
+  const std::string name = "bits, " + std::to_string(num_processes) + " processes, " +
+                           std::to_string(ranks_per_device) + " ranks a device, rule " +
+                           std::to_string(static_cast<int>(rule));
+  const Problem problem(1);
+  const DomainOptions options = make_options(ranks_per_device, rule, 60'000);
+  Memory memory(options, num_processes);
+  std::vector<std::unique_ptr<Domain>> owned;
+  std::vector<Domain*> domains;
+  for (int32_t p = 0; p < num_processes; ++p) {
+    owned.push_back(std::make_unique<Domain>(options, memory.segments, p));
+    domains.push_back(owned.back().get());
+  }
+  for (int64_t run = 1; run <= 6; ++run) {
+    const auto y = call_all(name.c_str(), domains, problem, run, run % 2, run % 3 != 0);
+    expect_same(name.c_str(), y, reference_output(problem));
+  }
+  for (Domain* domain : domains) {
+    domain->check_guards();
+    if (domain->has_failed()) fail(name.c_str(), domain->error_text());
+    if (!domain->wait_idle(1'000'000'000)) fail(name.c_str(), "not idle");
+  }
+}
+
+// Each device's programs start several calls before they complete them, in whatever order.
+void test_calls_in_flight() {
+  const Problem problem(1);
+  const DomainOptions options = make_options(1, CopyRule::kPerSlot, 60'000);
+  Memory memory(options, 1);
+  Domain domain(options, memory.segments, 0);
+  std::vector<std::thread> threads;
+  for (int64_t run = 1; run <= 4; ++run) {
+    threads.emplace_back([&, run] {
+      const auto y = call_all("in flight", {&domain}, problem, run, 0, true);
+      expect_same("in flight", y, reference_output(problem));
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// A rank later than the limit: every call ends with an error, at once from then on.
+void test_late_rank(Stage stage, int32_t num_processes) {
+  const std::string name = std::string("late at ") + stage_name(stage);
+  const Problem problem(1);
+  const DomainOptions options = make_options(1, CopyRule::kSami, 150);
+  Memory memory(options, num_processes);
+  std::vector<std::unique_ptr<Domain>> domains;
+  for (int32_t p = 0; p < num_processes; ++p) {
+    domains.push_back(std::make_unique<Domain>(options, memory.segments, p));
+  }
+  domains[0]->stall(1, stage, 600'000'000);
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Outputs>> outputs;
+  for (auto& domain : domains) {
+    for (int32_t i = 0; i < domain->num_local_ranks(); ++i) {
+      outputs.push_back(std::make_unique<Outputs>(1));
+      Outputs& mine = *outputs.back();
+      const int32_t rank = domain->first_local_rank() + i;
+      threads.emplace_back([&, rank, d = domain.get()] {
+        for (int64_t run = 1; run <= 2; ++run) {
+          const std::string error = call_device(*d, problem, rank, run, 0, true, mine);
+          if (error.rfind("IserError: rank ", 0) != 0) fail(name.c_str(), "error: " + error);
+          if (error.find("for rank 1 in layer 0") == std::string::npos) fail(name.c_str(), error);
+          for (float value : mine.y) {
+            if (value == value) fail(name.c_str(), "a failed call's output is not NaN");
+          }
+          if (mine.status != static_cast<int32_t>(ErrorCode::kTimeout))
+            fail(name.c_str(), "status");
+        }
+      });
+    }
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// Closing with calls that wait for a rank that never comes: they all end.
+void test_close_in_flight(bool is_plan_only) {
+  const Problem problem(1);
+  const DomainOptions options = make_options(1, CopyRule::kSami, 60'000);
+  Memory memory(options, 1);
+  auto domain = std::make_unique<Domain>(options, memory.segments, 0);
+  std::atomic<int> ended{0};
+  std::vector<std::unique_ptr<Outputs>> outputs;
+  int called = 0;
+  for (int32_t rank = 0; rank < kRanks - 1; ++rank) {
+    outputs.push_back(std::make_unique<Outputs>(1));
+    StartCall call{};
+    call.is_balanced = true;
+    call.is_plan_only = is_plan_only;
+    call.num_tokens = kTokens;
+    call.topk_ids = problem.ids.data();
+    const auto count = [&ended](const std::string& error) {
+      if (error.empty()) fail("close in flight", "a call without a peer succeeded");
+      ++ended;
+    };
+    Device* device = domain->device_of(rank);
+    const uint32_t generation =
+        device->start({1, 1}, call, is_plan_only ? outputs.back()->plan() : PlanOutputs{},
+                      is_plan_only ? Done(count) : Done(nullptr));
+    ++called;
+    if (!is_plan_only) {
+      for (int i = 0; i < 3; ++i) call.weights[i] = nullptr;
+      device->fused_moe(
+          generation,
+          {reinterpret_cast<const uint8_t*>(problem.x.data()), problem.topk_weights.data(),
+           reinterpret_cast<uint8_t*>(outputs.back()->y.data()), outputs.back()->plan(), count});
+    }
+  }
+  if (domain->wait_idle(20'000'000)) fail("close in flight", "idle without a peer");
+  domain->fail({static_cast<int32_t>(ErrorCode::kClosed), 0, -1, -1, 0, 0, 0, 0});
+  domain.reset();
+  if (ended != called) {
+    fail("close in flight", std::to_string(ended) + " of " + std::to_string(called) + " ended");
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (CopyRule rule : {CopyRule::kOwnerDirect, CopyRule::kSami, CopyRule::kPerSlot}) {
+    test_bits(1, 1, rule);
+    test_bits(1, 2, rule);
+    test_bits(2, 1, rule);
+    test_bits(2, 2, rule);
+  }
+  test_bits(4, 1, CopyRule::kSami);
+  test_calls_in_flight();
+  for (Stage stage : {Stage::kCounts, Stage::kDispatch, Stage::kReady}) test_late_rank(stage, 1);
+  for (Stage stage : {Stage::kCounts, Stage::kStaged, Stage::kDispatch}) test_late_rank(stage, 2);
+  test_close_in_flight(true);
+  test_close_in_flight(false);
+  std::printf("domain: all equal, all calls ended\n");
+  return 0;
+}
