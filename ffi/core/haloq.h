@@ -361,7 +361,8 @@ ISER_HD inline void trade(const PlanConfig& config, const PlanScratch& scratch, 
 // Pair `i` of ring `t` of the circle method over n = num_ranks rounded up to even; an index of
 // num_ranks is the bye.
 ISER_HD inline int32_t ring_member(int32_t n, int32_t t, int32_t i) {
-  return i == 0 ? n - 1 : (t + i - 1) % (n - 1);
+  const int32_t at = t + i - 1;
+  return i == 0 ? n - 1 : at < n - 1 ? at : at - (n - 1);
 }
 
 ISER_HD inline void repair(const PlanConfig& config, const PlanScratch& scratch,

@@ -1,0 +1,464 @@
+#include "ffi/cuda/plan.cuh"
+
+#include <cooperative_groups.h>
+
+#include "ffi/cuda/plan_arrays.cuh"
+#include "ffi/cuda/plan_place.cuh"
+#include "ffi/cuda/plan_repair.cuh"
+#include "ffi/cuda/plan_rewrite.cuh"
+
+namespace iser::cuda {
+namespace {
+
+namespace cg = cooperative_groups;
+
+// The two halves of a barrier over the CTAs of a rank.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+constexpr size_t kMaxSharedBytes = 227 * 1024;
+constexpr size_t kMaxCountsCopy = 64 * 1024;
+
+// Shared memory of one CTA. The warps' counts are dead once the plan begins.
+struct Smem {
+  int32_t* cta_counts;  // [E], read by the other CTAs of the rank
+  int32_t* before_cta;  // [E]
+  int32_t* flags;       // [4]
+  uint32_t* packed;     // [routes of the CTA], null where they do not fit
+  int32_t* warp_counts;
+  PlanArrays plan;
+  RewriteArrays rewrite;
+  int32_t* counts_copy;  // [P, E] or null
+  size_t bytes;
+};
+
+ISER_HD inline bool copies_counts(const PlanConfig& config) {
+  return sizeof(int32_t) * config.slots.num_ranks * config.slots.num_experts <= kMaxCountsCopy;
+}
+
+ISER_HD inline Smem carve(const PlanConfig& config, uint8_t* base, size_t num_packed) {
+  Smem smem{};
+  Carver fixed{base, 0};
+  smem.cta_counts = fixed.take<int32_t>(config.slots.num_experts);
+  smem.before_cta = fixed.take<int32_t>(config.slots.num_experts);
+  smem.flags = fixed.take<int32_t>(4);
+  smem.packed = num_packed > 0 ? fixed.take<uint32_t>(num_packed) : nullptr;
+  Carver early = fixed, late = fixed;
+  smem.warp_counts = early.take<int32_t>(kPlanThreads / 32 * config.slots.num_experts);
+  carve_plan(config, late, smem.plan);
+  carve_rewrite(config, kPlanThreads / 32, late, smem.rewrite);
+  if (copies_counts(config)) {
+    smem.counts_copy =
+        late.take<int32_t>(config.slots.num_ranks * static_cast<size_t>(config.slots.num_experts));
+  }
+  smem.bytes = early.used > late.used ? early.used : late.used;
+  return smem;
+}
+
+struct Stamps {
+  int64_t* row;
+
+  __device__ void mark(PlanStamp stamp) const {
+    if (row && threadIdx.x == 0) row[static_cast<int32_t>(stamp)] = clock64();
+  }
+  __device__ void mark_ns(PlanStamp stamp) const {
+    if (row && threadIdx.x == 0) row[static_cast<int32_t>(stamp)] = global_ns();
+  }
+};
+
+// Stages 2 to 4. `beside_place` and `beside_repair` run on threads that have nothing else to do;
+// both get the first such thread. Ends with a barrier.
+template <typename BesidePlace, typename BesideRepair>
+__device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArrays& arrays,
+                       int32_t* copy, const Stamps& stamps, BesidePlace beside_place,
+                       BesideRepair beside_repair) {
+  sum_counts(config, counts, arrays, copy);
+  arrays.counts = copy ? copy : counts;
+  rank_candidates(config, arrays);
+  __syncthreads();
+  stamps.mark(PlanStamp::kSummed);
+  if (threadIdx.x < 32) {
+    place(config, arrays);
+  } else {
+    beside_place(32);
+  }
+  __syncthreads();
+  stamps.mark(PlanStamp::kPlaced);
+  const int32_t first = num_repair_warps(config) * 32;
+  if (threadIdx.x >= first) {
+    const Nodes nodes{config.slots.num_ranks,
+                      num_group_levels(config.slots.num_ranks, config.min_group_size)};
+    for (int32_t b = threadIdx.x - first; b < arrays.scalars[kCount]; b += blockDim.x - first) {
+      arrays.helper[b] = helper_index(nodes, arrays, b);
+    }
+    beside_repair(first);
+  } else if (arrays.scalars[kCount] > 0) {
+    repair(config, arrays);
+  }
+  __syncthreads();
+  stamps.mark(PlanStamp::kRepaired);
+}
+
+// The broadcast rows, the loads and the hash: one CTA, which needs a barrier before it reads the
+// hash in arrays.hash.
+__device__ void write_rows(const PlanConfig& config, const PlanArrays& arrays,
+                           const int32_t* resident, Broadcast* broadcasts, int32_t* load_before,
+                           int32_t* load, int32_t* num_broadcasts) {
+  const int32_t count = arrays.scalars[kCount];
+  uint64_t hash = threadIdx.x == 0 ? hash_term(0, count) : 0;
+  for (int32_t b = threadIdx.x; b < config.max_broadcasts(); b += blockDim.x) {
+    const Broadcast row = broadcast_row(config, arrays, b, resident);
+    broadcasts[b] = row;
+    if (b < count) hash += broadcast_terms(config, row, b);
+  }
+  const int32_t ranks = config.slots.num_ranks;
+  for (int32_t i = threadIdx.x; i < count * ranks; i += blockDim.x) {
+    hash += quota_term(config, i / ranks, i % ranks,
+                       quota_of(config, arrays, i / ranks, i % ranks));
+  }
+  for (int d = 16; d > 0; d /= 2) hash += __shfl_xor_sync(kFullWarp, hash, d);
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(arrays.hash), hash);
+  }
+  for (int32_t r = threadIdx.x; r < ranks; r += blockDim.x) {
+    load_before[r] = arrays.load_before[r];
+    load[r] = arrays.load[r];
+  }
+  if (threadIdx.x == 0) *num_broadcasts = count;
+}
+
+// Quotas of all rows, spread over the CTAs of the device.
+__device__ void write_quota(const PlanConfig& config, const PlanArrays& arrays, int32_t* quota,
+                            int32_t cta, int32_t num_ctas) {
+  const int32_t ranks = config.slots.num_ranks, total = config.max_broadcasts() * ranks;
+  for (int32_t i = cta * blockDim.x + threadIdx.x; i < total; i += num_ctas * blockDim.x) {
+    quota[i] = quota_of(config, arrays, i / ranks, i % ranks);
+  }
+}
+
+__device__ void update_slot_table(const PlanConfig& config, const PlanArrays& arrays,
+                                  SlotTable* table, int32_t weights_version) {
+  const int32_t slots = config.slots.num_helper_slots;
+  if (table->weights_version != weights_version) {
+    for (int32_t i = threadIdx.x; i < config.max_broadcasts(); i += blockDim.x) {
+      table->expert[i] = -1;
+    }
+  }
+  __syncthreads();
+  for (int32_t b = threadIdx.x; b < arrays.scalars[kCount]; b += blockDim.x) {
+    const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
+    for (int32_t r = hosts.begin; r < hosts.end; ++r) {
+      table->expert[r * slots + arrays.helper[b]] = arrays.expert[b];
+    }
+  }
+  if (threadIdx.x == 0) table->weights_version = weights_version;
+}
+
+__device__ CallTag call_tag(const PlanLaunch& call, uint32_t generation, int32_t layer,
+                            int32_t local_idx) {
+  CallTag tag{generation,        layer,           call.num_tokens, call.is_balanced,
+              call.is_plan_only, call.weights_version, {}};
+  const DomainShape& shape = call.table->shape;
+  const size_t experts = static_cast<size_t>(shape.slots.num_home());
+  size_t first = local_idx * experts;
+  if (call.is_stacked) first += layer * call.table->ranks_per_device * experts;
+  for (int i = 0; i < 3; ++i) {
+    tag.weights[i] = reinterpret_cast<uint64_t>(call.weights[i]);
+    if (call.weights[i]) tag.weights[i] += first * shape.plane_bytes();
+  }
+  return tag;
+}
+
+// One warp. False, and the Domain failed, where a rank is in another call.
+__device__ bool tags_agree(const DeviceTable& table, const CallTag& own, int32_t rank) {
+  const MailTag* tags = mail_tags(table.shape, table.head(), own.generation);
+  int32_t differing = INT32_MAX, found = 0;
+  for (int32_t r = threadIdx.x % 32; r < table.shape.slots.num_ranks; r += 32) {
+    const int32_t* words = reinterpret_cast<const int32_t*>(&tags[r].tag);
+    const int32_t* expected = reinterpret_cast<const int32_t*>(&own);
+    bool agrees = true;
+    for (int i = 0; i < 6; ++i) agrees = agrees && __ldcg(words + i) == expected[i];
+    if (!agrees && r < differing) differing = r, found = __ldcg(words + 1);
+  }
+  const int32_t peer = __reduce_min_sync(kFullWarp, differing);
+  if (peer == INT32_MAX) return true;
+  if (differing == peer) {
+    fail(table, {static_cast<int32_t>(ErrorCode::kCallMismatch), rank, peer, own.layer,
+                 static_cast<int32_t>(Stage::kCounts), own.generation,
+                 static_cast<uint64_t>(own.layer), static_cast<uint64_t>(found)});
+  }
+  __syncwarp();
+  return false;
+}
+
+// The code of the error, once whoever met it has written it.
+__device__ int32_t error_code(const DeviceTable& table) {
+  const ProcessWords* words = &table.head()->words;
+  const uint64_t begin = global_ns();
+  while (load_acquire(&words->aborted) == 2 && global_ns() - begin < 1'000'000) {
+  }
+  return static_cast<int32_t>(load_relaxed(reinterpret_cast<const uint32_t*>(&words->error.code)));
+}
+
+__device__ void write_failure(const PlanLaunch& call, int32_t rank_routes, uint32_t generation) {
+  const PlanConfig& config = call.config;
+  const int32_t ranks = config.slots.num_ranks, rows = config.max_broadcasts();
+  const PlanOutputs& out = call.outputs;
+  const int32_t step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
+  for (int32_t i = first; i < rows * 6; i += step) out.broadcasts[i] = -1;
+  for (int32_t i = first; i < rows * ranks; i += step) out.quota[i] = 0;
+  for (int32_t i = first; i < call.table->ranks_per_device * rank_routes; i += step) {
+    out.route_slot[i] = -1;
+  }
+  for (int32_t i = first; i < ranks; i += step) out.load_before[i] = out.load[i] = 0;
+  if (first == 0) {
+    *out.num_broadcasts = 0;
+    *out.generation = generation;
+    *out.status = error_code(*call.table);
+  }
+}
+
+__global__ void __launch_bounds__(kPlanThreads, 1)
+    plan_kernel(const __grid_constant__ PlanLaunch call, int32_t num_packed) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  const cg::cluster_group cluster = cg::this_cluster();
+  const PlanConfig& config = call.config;
+  const DeviceTable& table = *call.table;
+  const int32_t experts = config.slots.num_experts;
+  const int32_t num_ctas = cluster.num_blocks(), cta = cluster.block_rank();
+  const int32_t local_idx = blockIdx.x / num_ctas, rank = table.first_rank + local_idx;
+  const int32_t num_routes = call.num_tokens * call.top_k;
+  const uint32_t generation = load_relaxed(&table.head()->generation) + 1;
+  const int32_t layer = call.layer_operand ? *call.layer_operand : call.layer;
+  Smem smem = carve(config, shared, num_packed);
+  const RouteRange range = RouteRange::of(num_routes, cta, num_ctas);
+  int32_t* route_slot = call.outputs.route_slot + static_cast<size_t>(local_idx) * num_routes;
+  uint32_t* packed = smem.packed ? smem.packed
+                                 : reinterpret_cast<uint32_t*>(route_slot) + range.begin;
+  const Stamps stamps{
+      call.stamps ? call.stamps + blockIdx.x * static_cast<int32_t>(PlanStamp::kNumStamps)
+                  : nullptr};
+  stamps.mark_ns(PlanStamp::kStartNs);
+  stamps.mark(PlanStamp::kStart);
+
+  // Histogram, and places within the CTA.
+  for (int32_t i = threadIdx.x; i < kPlanThreads / 32 * experts; i += blockDim.x) {
+    smem.warp_counts[i] = 0;
+  }
+  __syncthreads();
+  rank_in_warp(call.topk_ids + static_cast<size_t>(local_idx) * num_routes, range, experts,
+               smem.warp_counts, packed);
+  __syncthreads();
+  sum_warps(experts, smem.warp_counts, smem.cta_counts);
+  cluster.sync();
+  stamps.mark(PlanStamp::kRanked);
+
+  // The rank's first CTA stores the rank's counts to every device; all learn what comes before them.
+  const CallTag tag = call_tag(call, generation, layer, local_idx);
+  for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) {
+    int32_t before = 0, sum = 0;
+    for (int32_t c = 0; c < (cta == 0 ? num_ctas : cta); ++c) {
+      sum += cluster.map_shared_rank(smem.cta_counts, c)[e];
+    }
+    if (cta > 0) before = sum;
+    smem.before_cta[e] = before;
+    for (int32_t d = 0; cta == 0 && d < table.num_devices; ++d) {
+      mail_counts(table.shape, table.heads[d], generation)[rank * experts + e] = sum;
+    }
+  }
+  if (cta == 0 && threadIdx.x < table.num_devices) {
+    mail_tags(table.shape, table.heads[threadIdx.x], generation)[rank].tag = tag;
+  }
+  __syncthreads();
+  if (cta == 0 && threadIdx.x < 32) arrive(table, Stage::kCounts, rank, generation);
+  // The peers' shared memory has been read; nobody leaves before all have.
+  cluster_arrive();
+  stamps.mark(PlanStamp::kArrived);
+  finish_places(range, experts, smem.warp_counts, smem.before_cta, packed);
+  if (threadIdx.x == 0) smem.flags[0] = wait(table, Stage::kCounts, rank, generation, layer);
+  __syncthreads();
+  stamps.mark(PlanStamp::kExchanged);
+  if (smem.flags[0] == 0) {
+    write_failure(call, num_routes, generation);
+    cluster_wait();
+    return;
+  }
+
+  if (threadIdx.x == 0) {
+    *smem.plan.hash = 0;
+    smem.flags[1] = 1;
+  }
+  PlanConfig effective = config;
+  if (!call.is_balanced) effective.gain_threshold = INT32_MAX;  // never worth it
+  derive(
+      effective, mail_counts(table.shape, table.head(), generation), smem.plan, smem.counts_copy,
+      stamps,
+      [&](int32_t first) {
+        start_rewrite(config, smem.plan, smem.rewrite, rank, first);
+        if (threadIdx.x / 32 == 1 && !tags_agree(table, tag, rank)) smem.flags[1] = 0;
+      },
+      [](int32_t) {});
+  if (smem.flags[1] == 0) {
+    write_failure(call, num_routes, generation);
+    cluster_wait();
+    return;
+  }
+
+  // Every rank has read the last generation: it has arrived with this one.
+  share_out(config, smem.plan, smem.rewrite, rank);
+  __syncthreads();
+  const int32_t num_slots = config.slots.num_slots();
+  scan_slots(num_slots, smem.rewrite);
+  const BlockView block = table.block(rank);
+  rewrite_routes(config, smem.plan, smem.rewrite, rank, range, packed, route_slot,
+                 block.section<int32_t>(Section::kSendRoutes));
+  if (cta == 0) {
+    int32_t* starts = block.section<int32_t>(Section::kSendStarts);
+    for (int32_t s = threadIdx.x; s <= num_slots; s += blockDim.x) {
+      starts[s] = smem.rewrite.slot_start[s];
+    }
+  }
+  write_quota(config, smem.plan, call.outputs.quota, blockIdx.x, gridDim.x);
+  if (blockIdx.x == gridDim.x - 1) {
+    SlotTable* slot_table =
+        call.slot_tables ? reinterpret_cast<SlotTable*>(
+                               call.slot_tables +
+                               layer % table.shape.num_banks * slot_table_bytes(config))
+                         : nullptr;
+    const bool holds = slot_table && slot_table->weights_version == call.weights_version;
+    write_rows(config, smem.plan, holds ? slot_table->expert : nullptr,
+               reinterpret_cast<Broadcast*>(call.outputs.broadcasts), call.outputs.load_before,
+               call.outputs.load, call.outputs.num_broadcasts);
+    __syncthreads();
+    if (slot_table && !call.is_plan_only) {
+      update_slot_table(config, smem.plan, slot_table, call.weights_version);
+    }
+    for (int32_t v = threadIdx.x; v < table.ranks_per_device; v += blockDim.x) {
+      table.block(table.first_rank + v).words()->plan_hash = *smem.plan.hash;
+    }
+    if (threadIdx.x == 0) {
+      *call.outputs.status = 0;
+      *call.outputs.generation = generation;
+      table.head()->generation = generation;
+    }
+  }
+  if (call.is_plan_only && cta == 0 && threadIdx.x < 32) {
+    // No other op of this generation comes: its stages are passed here.
+    for (Stage stage : {Stage::kStaged, Stage::kDispatch, Stage::kReady}) {
+      arrive(table, stage, rank, generation);
+    }
+  }
+  stamps.mark(PlanStamp::kEnd);
+  stamps.mark_ns(PlanStamp::kEndNs);
+  cluster_wait();
+}
+
+__global__ void __launch_bounds__(kPlanThreads, 1)
+    plan_counts_kernel(const __grid_constant__ PlanCountsLaunch call) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  const PlanConfig& config = call.config;
+  Smem smem = carve(config, shared, 0);
+  const Stamps stamps{call.stamps};
+  stamps.mark_ns(PlanStamp::kStartNs);
+  stamps.mark(PlanStamp::kExchanged);
+  if (threadIdx.x == 0) *smem.plan.hash = 0;
+  derive(config, call.counts, smem.plan, smem.counts_copy, stamps, [](int32_t) {},
+         [](int32_t) {});
+  write_rows(config, smem.plan, call.resident, call.plan.broadcasts, call.plan.load_before,
+             call.plan.load, call.plan.num_broadcasts);
+  write_quota(config, smem.plan, call.plan.quota, 0, 1);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *call.plan.target = smem.plan.scalars[kTarget];
+    *call.hash = *smem.plan.hash;
+  }
+  stamps.mark(PlanStamp::kEnd);
+  stamps.mark_ns(PlanStamp::kEndNs);
+}
+
+bool is_supported(const PlanConfig& config) {
+  const SlotSpace& slots = config.slots;
+  return slots.num_ranks >= 1 && slots.num_ranks <= kMaxRanks &&
+         slots.num_experts <= kMaxPlanExperts && slots.num_experts % slots.num_ranks == 0 &&
+         slots.num_helper_slots <= kMaxPlanHelperSlots && config.min_group_size >= 1;
+}
+
+cudaLaunchConfig_t plan_config(const PlanGrid& grid, cudaLaunchAttribute (&attributes)[2]) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid.ranks_per_device * grid.ctas_per_rank);
+  config.blockDim = dim3(kPlanThreads);
+  config.dynamicSmemBytes = grid.smem_bytes;
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = grid.ctas_per_rank;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  config.attrs = attributes;
+  config.numAttrs = grid.is_cooperative ? 2 : 1;
+  return config;
+}
+
+size_t packed_routes(const PlanGrid& grid, int64_t max_routes) {
+  return (max_routes + grid.ctas_per_rank - 1) / grid.ctas_per_rank;
+}
+
+}  // namespace
+
+cudaError_t prepare_plan(const PlanConfig& config, int32_t ranks_per_device, int64_t max_routes,
+                         int32_t max_ctas_per_rank, PlanGrid* grid) {
+  if (!is_supported(config) || max_routes >= (1 << kPlaceBits) - 1) return cudaErrorInvalidValue;
+  cudaError_t error = cudaFuncSetAttribute(
+      plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+  if (error != cudaSuccess) return error;
+  if (max_ctas_per_rank > 8) {
+    error = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
+  for (int32_t ctas = 16; ctas >= 1; ctas /= 2) {
+    if (ctas > max_ctas_per_rank) continue;
+    *grid = {ranks_per_device, ctas, 0, true, true};
+    grid->smem_bytes = carve(config, nullptr, packed_routes(*grid, max_routes)).bytes;
+    if (static_cast<size_t>(grid->smem_bytes) > kMaxSharedBytes) {
+      grid->is_packed_shared = false;
+      grid->smem_bytes = carve(config, nullptr, 0).bytes;
+    }
+    if (static_cast<size_t>(grid->smem_bytes) > kMaxSharedBytes) return cudaErrorInvalidValue;
+    cudaLaunchAttribute attributes[2];
+    PlanGrid probe = *grid;
+    probe.is_cooperative = false;
+    const cudaLaunchConfig_t launch = plan_config(probe, attributes);
+    int clusters = 0;
+    error = cudaOccupancyMaxActiveClusters(&clusters, plan_kernel, &launch);
+    if (error == cudaSuccess && clusters >= ranks_per_device) return cudaSuccess;
+    if (error != cudaSuccess) cudaGetLastError();  // this cluster size is not to be had here
+  }
+  return error != cudaSuccess ? error : cudaErrorCooperativeLaunchTooLarge;
+}
+
+cudaError_t launch_plan(const PlanGrid& grid, const PlanLaunch& launch, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = plan_config(grid, attributes);
+  config.stream = stream;
+  const int64_t routes = static_cast<int64_t>(launch.num_tokens) * launch.top_k;
+  const int32_t packed = grid.is_packed_shared ? packed_routes(grid, routes) : 0;
+  return cudaLaunchKernelEx(&config, plan_kernel, launch, packed);
+}
+
+cudaError_t prepare_plan_counts(const PlanConfig& config) {
+  if (!is_supported(config) || carve(config, nullptr, 0).bytes > kMaxSharedBytes) {
+    return cudaErrorInvalidValue;
+  }
+  return cudaFuncSetAttribute(plan_counts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kMaxSharedBytes);
+}
+
+cudaError_t launch_plan_counts(const PlanCountsLaunch& launch, cudaStream_t stream) {
+  plan_counts_kernel<<<1, kPlanThreads, carve(launch.config, nullptr, 0).bytes, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+}  // namespace iser::cuda

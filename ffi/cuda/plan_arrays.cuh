@@ -1,0 +1,122 @@
+// The plan of one CTA in shared memory.
+#pragma once
+
+#include "ffi/core/haloq.h"
+#include "ffi/cuda/plan.cuh"
+
+namespace iser::cuda {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// A broadcast in one word: where its entries start, its group and its owner. Its hosts are its
+// entries, in rank order.
+struct Row {
+  uint32_t word;
+
+  __device__ static Row make(int32_t start, int32_t begin, int32_t level, int32_t owner) {
+    return {static_cast<uint32_t>(start | begin << 13 | level << 20 | owner << 23)};
+  }
+  __device__ int32_t start() const { return word & 0x1fff; }
+  __device__ int32_t begin() const { return word >> 13 & 0x7f; }
+  __device__ int32_t level() const { return word >> 20 & 0x7; }
+  __device__ int32_t owner() const { return word >> 23 & 0x7f; }
+};
+
+// The hosts of a row, spelt out.
+struct Hosts {
+  int32_t start, begin, end, owner;
+
+  __device__ Hosts(Row row, int32_t num_ranks)
+      : start(row.start()),
+        begin(row.begin()),
+        end(row.begin() + (num_ranks >> row.level())),
+        owner(row.owner()) {}
+  __device__ bool contains(int32_t rank) const { return begin <= rank && rank < end; }
+  __device__ bool is_host(int32_t rank) const { return contains(rank) || rank == owner; }
+  __device__ int32_t count() const { return end - begin + !contains(owner); }
+  __device__ int32_t entry(int32_t rank) const {
+    if (contains(rank)) return start + (owner < begin) + rank - begin;
+    return owner < begin ? start : start + end - begin;
+  }
+  __device__ int32_t rank_at(int32_t index) const {
+    if (owner < begin) return index == 0 ? owner : begin + index - 1;
+    return begin + index < end ? begin + index : owner;
+  }
+};
+
+enum Scalar { kCount, kEntries, kTarget, kOk, kChangedA, kChangedB, kNumScalars = 8 };
+
+constexpr int32_t kMaxNodes = 255;  // groups of all levels at 128 ranks
+
+struct PlanArrays {
+  const int32_t* counts;  // [P, E], here or in the mail
+  uint64_t* hash;
+  int32_t* scalars;
+  int32_t* totals;            // [E]
+  int32_t* load_before;       // [P]
+  int32_t* load;              // [P]
+  int32_t* candidate_expert;  // [P, S]
+  int32_t* candidate_total;   // [P, S]
+  int32_t* num_hosted;        // [P]
+  uint32_t* hosted;           // [P, 2*S] rows that the rank hosts, in placement order
+  uint32_t* rows;             // [B]
+  int32_t* expert;            // [B]
+  int32_t* node;              // [B] group over all levels, finest first
+  int32_t* helper;            // [B] helper index; until it is known, the place within the node
+  int32_t* lack;              // [entries] quota, then counts - quota
+  int32_t* source;            // [entries] where the host's count of the expert is
+  int32_t* node_count;        // broadcasts to exactly this group
+  int32_t* node_foreign;      // whether one of them has its owner outside
+  int32_t* widest;            // [P] the owner's widest broadcast into its own group
+};
+
+// Hands out shared memory; with a null base it only counts.
+struct Carver {
+  uint8_t* base;
+  size_t used;
+
+  template <typename T>
+  ISER_HD T* take(size_t count) {
+    T* here = reinterpret_cast<T*>(base + used);
+    used = align_up(used + sizeof(T) * count, 16);
+    return here;
+  }
+};
+
+ISER_HD inline void carve_plan(const PlanConfig& config, Carver& carver, PlanArrays& arrays) {
+  const size_t ranks = config.slots.num_ranks, slots = config.slots.num_helper_slots;
+  const size_t rows = ranks * slots;
+  arrays.hash = carver.take<uint64_t>(1);
+  arrays.scalars = carver.take<int32_t>(kNumScalars);
+  arrays.totals = carver.take<int32_t>(config.slots.num_experts);
+  arrays.load_before = carver.take<int32_t>(ranks);
+  arrays.load = carver.take<int32_t>(ranks);
+  arrays.candidate_expert = carver.take<int32_t>(rows);
+  arrays.candidate_total = carver.take<int32_t>(rows);
+  arrays.num_hosted = carver.take<int32_t>(ranks);
+  arrays.hosted = carver.take<uint32_t>(2 * rows);
+  arrays.rows = carver.take<uint32_t>(rows);
+  arrays.expert = carver.take<int32_t>(rows);
+  arrays.node = carver.take<int32_t>(rows);
+  arrays.helper = carver.take<int32_t>(rows);
+  arrays.lack = carver.take<int32_t>(2 * rows);
+  arrays.source = carver.take<int32_t>(2 * rows);
+  arrays.node_count = carver.take<int32_t>(kMaxNodes + 1);
+  arrays.node_foreign = carver.take<int32_t>(kMaxNodes + 1);
+  arrays.widest = carver.take<int32_t>(ranks);
+}
+
+// Groups of all levels in one numbering, the finest level first, so that the first of equals is the
+// one that HALO-Q prefers.
+struct Nodes {
+  int32_t num_ranks, levels;
+
+  __device__ int32_t count() const { return (1 << levels) - 1; }
+  __device__ int32_t level(int32_t node) const { return 31 - __clz(count() - node); }
+  __device__ int32_t first(int32_t level) const { return (1 << levels) - (2 << level); }
+  __device__ int32_t begin(int32_t node, int32_t level) const {
+    return (node - first(level)) * (num_ranks >> level);
+  }
+};
+
+}  // namespace iser::cuda

@@ -1,0 +1,263 @@
+// Histogram before the plan, and the rewrite of every route after it.
+//
+// Each CTA of a rank takes a contiguous part of the rank's routes, each warp a contiguous part of
+// that. A route's place among its rank's routes to the same expert, in (token, k) order, is found
+// with the histogram; a broadcast splits that order into runs, one a host, so the place gives both
+// the slot and the position in the send list without another sort.
+#pragma once
+
+#include "ffi/cuda/plan_arrays.cuh"
+
+namespace iser::cuda {
+
+// A route in one word: its expert and its place.
+constexpr int32_t kPlaceBits = 22;
+constexpr uint32_t kPadding = 0xffffffffu;
+
+struct RouteRange {
+  int32_t begin, end;  // of the CTA, within the rank
+  int32_t warp_begin, warp_end;
+
+  __device__ static RouteRange of(int32_t num_routes, int32_t cta, int32_t num_ctas) {
+    const int32_t warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    const int32_t per_cta = (num_routes + num_ctas - 1) / num_ctas;
+    RouteRange range;
+    range.begin = min(cta * per_cta, num_routes);
+    range.end = min(range.begin + per_cta, num_routes);
+    const int32_t per_warp = (per_cta + warps * 32 - 1) / (warps * 32) * 32;
+    range.warp_begin = min(range.begin + warp * per_warp, range.end);
+    range.warp_end = min(range.warp_begin + per_warp, range.end);
+    return range;
+  }
+};
+
+// Lanes with the same value of `bits` bits.
+__device__ inline uint32_t same_lanes(uint32_t value, int32_t bits) {
+  uint32_t same = kFullWarp;
+  for (int32_t bit = 0; bit < bits; ++bit) {
+    const bool is_set = value >> bit & 1;
+    const uint32_t set = __ballot_sync(kFullWarp, is_set);
+    same &= is_set ? set : ~set;
+  }
+  return same;
+}
+
+// Fills packed[] of the CTA's routes (place within the warp's part) and counts [warps, E].
+__device__ inline void rank_in_warp(const int32_t* ids, const RouteRange& range,
+                                    int32_t num_experts, int32_t* warp_counts, uint32_t* packed) {
+  constexpr int32_t kBatch = 8;
+  const int32_t lane = threadIdx.x % 32, bits = 32 - __clz(num_experts);
+  int32_t* counts = warp_counts + threadIdx.x / 32 * num_experts;
+  for (int32_t first = range.warp_begin; first < range.warp_end; first += 32 * kBatch) {
+    int32_t id[kBatch];
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      const int32_t route = first + 32 * i + lane;
+      id[i] = route < range.warp_end ? __ldg(ids + route) : -1;
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      const int32_t route = first + 32 * i + lane;
+      if (first + 32 * i >= range.warp_end) break;
+      const bool is_valid = is_valid_expert(id[i], num_experts);
+      const uint32_t same = same_lanes(is_valid ? id[i] : num_experts, bits);
+      const int32_t place = __popc(same & ((1u << lane) - 1));
+      const int32_t before = is_valid ? counts[id[i]] : 0;
+      __syncwarp();
+      if (is_valid && place == 0) counts[id[i]] = before + __popc(same);
+      __syncwarp();
+      if (route >= range.warp_end) continue;
+      packed[route - range.begin] =
+          is_valid ? static_cast<uint32_t>(id[i]) << kPlaceBits | (before + place) : kPadding;
+    }
+  }
+}
+
+// Turns the warps' counts into what comes before each warp; the CTA's sums go to cta_counts.
+__device__ inline void sum_warps(int32_t num_experts, int32_t* warp_counts, int32_t* cta_counts) {
+  const int32_t warps = blockDim.x / 32;
+  for (int32_t e = threadIdx.x; e < num_experts; e += blockDim.x) {
+    int32_t sum = 0;
+#pragma unroll 8
+    for (int32_t w = 0; w < warps; ++w) {
+      const int32_t count = warp_counts[w * num_experts + e];
+      warp_counts[w * num_experts + e] = sum;
+      sum += count;
+    }
+    cta_counts[e] = sum;
+  }
+}
+
+// Makes places those within the rank: adds what the warps and the CTAs before have.
+__device__ inline void finish_places(const RouteRange& range, int32_t num_experts,
+                                     const int32_t* warp_counts, const int32_t* before_cta,
+                                     uint32_t* packed) {
+  const int32_t* before_warp = warp_counts + threadIdx.x / 32 * num_experts;
+#pragma unroll 4
+  for (int32_t route = range.warp_begin + threadIdx.x % 32; route < range.warp_end; route += 32) {
+    const uint32_t word = packed[route - range.begin];
+    if (word == kPadding) continue;
+    const int32_t e = word >> kPlaceBits;
+    packed[route - range.begin] = word + before_warp[e] + before_cta[e];
+  }
+}
+
+struct RewriteArrays {
+  int32_t* slot_start;    // [num_slots + 1]; counts at first
+  int32_t* warp_sums;     // [warps]
+  int32_t* broadcast_of;  // [E], -1 where the expert stays at home
+  int32_t* kept;          // [B] routes that the source keeps
+  int32_t* surplus;       // [B] surplus of the ranks before the source
+  int32_t* open;          // [entries] spare of the hosts before
+};
+
+ISER_HD inline void carve_rewrite(const PlanConfig& config, int32_t num_warps, Carver& carver,
+                                  RewriteArrays& arrays) {
+  const size_t rows = config.max_broadcasts();
+  arrays.slot_start = carver.take<int32_t>(config.slots.num_slots() + 1);
+  arrays.warp_sums = carver.take<int32_t>(num_warps);
+  arrays.broadcast_of = carver.take<int32_t>(config.slots.num_experts);
+  arrays.kept = carver.take<int32_t>(rows);
+  arrays.surplus = carver.take<int32_t>(rows);
+  arrays.open = carver.take<int32_t>(2 * rows);
+}
+
+// Everything at home: what threads first..blockDim write while others place.
+__device__ inline void start_rewrite(const PlanConfig& config, const PlanArrays& plan,
+                                     const RewriteArrays& rewrite, int32_t source, int32_t first) {
+  const SlotSpace& slots = config.slots;
+  const int32_t step = blockDim.x - first;
+  for (int32_t e = threadIdx.x - first; e < slots.num_experts; e += step) {
+    rewrite.broadcast_of[e] = -1;
+    rewrite.slot_start[slots.home_slot(e)] = plan.counts[source * slots.num_experts + e];
+  }
+  for (int32_t i = threadIdx.x - first; i < config.max_broadcasts(); i += step) {
+    const int32_t rank = i / slots.num_helper_slots;
+    rewrite.slot_start[slots.helper_slot(rank, i % slots.num_helper_slots)] = 0;
+  }
+}
+
+// haloq::source_share for every broadcast, as running sums: one warp a broadcast.
+__device__ inline void share_out(const PlanConfig& config, const PlanArrays& plan,
+                                 const RewriteArrays& rewrite, int32_t source) {
+  const SlotSpace& slots = config.slots;
+  const int32_t lane = threadIdx.x % 32, experts = slots.num_experts;
+  for (int32_t b = threadIdx.x / 32; b < plan.scalars[kCount]; b += blockDim.x / 32) {
+    const Hosts hosts(Row{plan.rows[b]}, slots.num_ranks);
+    const int32_t expert = plan.expert[b], helper = plan.helper[b];
+    const auto surplus_of = [&](int32_t r) {
+      return hosts.is_host(r) ? haloq::positive(plan.lack[hosts.entry(r)])
+                              : plan.counts[r * experts + expert];
+    };
+    int32_t before = 0;
+    for (int32_t r = lane; r < source; r += 32) before += surplus_of(r);
+    before = __reduce_add_sync(kFullWarp, before);
+    const int32_t own = surplus_of(source), kept = plan.counts[source * experts + expert] - own;
+    int32_t carry = 0;
+    for (int32_t first = 0; first < hosts.count(); first += 32) {
+      const int32_t i = first + lane;
+      const bool is_host = i < hosts.count();
+      const int32_t spare = is_host ? haloq::positive(-plan.lack[hosts.start + i]) : 0;
+      int32_t close = spare;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int32_t below = __shfl_up_sync(kFullWarp, close, d);
+        if (lane >= d) close += below;
+      }
+      close += carry;
+      carry = __shfl_sync(kFullWarp, close, 31);
+      if (!is_host) continue;
+      const int32_t host = hosts.rank_at(i), open = close - spare;
+      const int32_t taken = haloq::positive(min(close, before + own) - max(open, before));
+      rewrite.open[hosts.start + i] = open;
+      rewrite.slot_start[host == hosts.owner ? slots.home_slot(expert)
+                                             : slots.helper_slot(host, helper)] =
+          host == source ? kept + taken : taken;
+    }
+    if (lane == 0) {
+      rewrite.broadcast_of[expert] = b;
+      rewrite.kept[b] = kept;
+      rewrite.surplus[b] = before;
+    }
+  }
+}
+
+// Counts by slot become starts: exclusive sums over the CTA. Begins after and ends with a barrier.
+__device__ inline void scan_slots(int32_t num_slots, const RewriteArrays& rewrite) {
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t each = (num_slots + blockDim.x - 1) / blockDim.x;
+  const int32_t begin = min(static_cast<int32_t>(threadIdx.x) * each, num_slots);
+  const int32_t end = min(begin + each, num_slots);
+  int32_t own = 0;
+  for (int32_t s = begin; s < end; ++s) own += rewrite.slot_start[s];
+  int32_t sum = own;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int32_t below = __shfl_up_sync(kFullWarp, sum, d);
+    if (lane >= d) sum += below;
+  }
+  if (lane == 31) rewrite.warp_sums[warp] = sum;
+  __syncthreads();
+  const int32_t before = lane < warp ? rewrite.warp_sums[lane] : 0;
+  int32_t start = __reduce_add_sync(kFullWarp, before) + sum - own;
+  for (int32_t s = begin; s < end; ++s) {
+    const int32_t count = rewrite.slot_start[s];
+    rewrite.slot_start[s] = start;
+    start += count;
+  }
+  if (threadIdx.x == blockDim.x - 1) rewrite.slot_start[num_slots] = start;
+  __syncthreads();
+}
+
+struct RoutePlace {
+  int32_t slot, position;
+};
+
+// Where the `place`-th route of the source to an expert goes.
+__device__ inline RoutePlace route_place(const PlanConfig& config, const PlanArrays& plan,
+                                         const RewriteArrays& rewrite, int32_t source,
+                                         int32_t expert, int32_t place) {
+  const SlotSpace& slots = config.slots;
+  const int32_t b = rewrite.broadcast_of[expert];
+  int32_t host = slots.owner(expert), run_begin = 0;
+  if (b >= 0) {
+    const Hosts hosts(Row{plan.rows[b]}, slots.num_ranks);
+    host = source;
+    if (place >= rewrite.kept[b]) {
+      // The last host whose spare opens at or before this route.
+      const int32_t before = rewrite.surplus[b], at = before + place - rewrite.kept[b];
+      int32_t low = 0, high = hosts.count();
+      while (high - low > 1) {
+        const int32_t middle = (low + high) / 2;
+        (rewrite.open[hosts.start + middle] <= at ? low : high) = middle;
+      }
+      host = hosts.rank_at(low);
+      run_begin = place - (at - max(rewrite.open[hosts.start + low], before));
+    }
+    if (host != hosts.owner) {
+      const int32_t slot = slots.helper_slot(host, plan.helper[b]);
+      return {slot, rewrite.slot_start[slot] + place - run_begin};
+    }
+  }
+  const int32_t slot = slots.home_slot(expert);
+  return {slot, rewrite.slot_start[slot] + place - run_begin};
+}
+
+__device__ inline void rewrite_routes(const PlanConfig& config, const PlanArrays& plan,
+                                      const RewriteArrays& rewrite, int32_t source,
+                                      const RouteRange& range, const uint32_t* packed,
+                                      int32_t* route_slot, int32_t* send_routes) {
+#pragma unroll 4
+  for (int32_t route = range.warp_begin + threadIdx.x % 32; route < range.warp_end; route += 32) {
+    const uint32_t word = packed[route - range.begin];
+    RoutePlace place{-1, -1};
+    if (word != kPadding) {
+      place = route_place(config, plan, rewrite, source, word >> kPlaceBits,
+                          word & ((1u << kPlaceBits) - 1));
+      send_routes[place.position] = route;
+    }
+    route_slot[route] = place.slot;
+  }
+}
+
+}  // namespace iser::cuda

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Builds the CUDA tests and benchmarks with nvcc and runs them; needs a GPU of compute capability 9.0.
+#
+#   tests/cuda/run.sh [build|test|bench|sanitize]...   (default: build test)
+#
+# ISER_CUDA_BUILD: where binaries go (default build/cuda). GPUS: how many GPUs to use (default 1).
+# OUT: where benchmarks leave <name>.jsonl (default: the build folder).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+build=${ISER_CUDA_BUILD:-build/cuda}
+out=${OUT:-$build}
+gpus=${GPUS:-1}
+mkdir -p "$build" "$out"
+
+compile() {  # one program of one source and every op; objects of the ops are shared
+  nvcc -std=c++17 -O3 -lineinfo -gencode=arch=compute_90a,code=sm_90a -I. "$@"
+}
+
+build_all() {
+  local source object name pids=()
+  for source in ffi/cuda/*.cu; do
+    object="$build/$(basename "$source" .cu).o"
+    [[ "$object" -nt "$source" && -z "$(find ffi -name '*.*h' -newer "$object")" ]] && continue
+    compile -c "$source" -o "$object" & pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid"; done
+  pids=()
+  for source in tests/cuda/test_*.cu benchmarks/cuda/bench_*.cu; do
+    name=$(basename "$source" .cu)
+    compile "$source" "$build"/*.o -o "$build/$name" -lcuda & pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid"; done
+}
+
+run_tests() {
+  local failed=0 program
+  for program in "$build"/test_*; do
+    timeout "${LIMIT:-240}" "$program" --gpus "$gpus" || { echo "$program failed: $?"; failed=1; }
+  done
+  return $failed
+}
+
+run_benchmarks() {
+  local program
+  for program in "$build"/bench_*; do
+    timeout "${LIMIT:-240}" "$program" --gpus "$gpus" | tee "$out/$(basename "$program").jsonl"
+  done
+}
+
+# Each tool must be silent on the kernels, and must speak on a planted fault.
+sanitize() {
+  local failed=0 tool program
+  for program in "$build"/test_*; do
+    for tool in memcheck racecheck; do
+      timeout "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" --small \
+        || { echo "$tool: $program failed: $?"; failed=1; }
+      if timeout 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" --plant "$tool" \
+          >"$out/planted_$tool.txt" 2>&1; then
+        echo "$tool did not catch the fault planted in $program"
+        failed=1
+      else
+        echo "$tool caught the fault planted in $program"
+      fi
+    done
+  done
+  return $failed
+}
+
+for step in "${@:-build test}"; do
+  for word in $step; do
+    case $word in
+      build) build_all ;;
+      test) run_tests ;;
+      bench) run_benchmarks ;;
+      sanitize) sanitize ;;
+      *) echo "unknown step $word" >&2; exit 2 ;;
+    esac
+  done
+done
