@@ -6,7 +6,6 @@ those of `--traces`, a folder of .npz files; without it that part is left out.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from replay_tables import (
 )
 
 from jax_iser import _iser
-from jax_iser.replay.engine import replay
+from jax_iser.replay.engine import replay, usable_cores
 from jax_iser.replay.policies import parse_policy
 from jax_iser.replay.synthetic import SyntheticTrace
 from jax_iser.replay.trace import Cut
@@ -160,7 +159,7 @@ def speed(repeats: int, iterations: int = 100) -> list[dict]:
 
 def speed_at(ep: int, repeats: int, iterations: int) -> dict:
     """The same at one EP degree; `cores` is CPU time over wall time of the replay."""
-    threads, policy = os.cpu_count() or 1, [parse_policy("haloq")]
+    threads, policy = usable_cores(), [parse_policy("haloq")]
     trace = Memory(list(SyntheticTrace("mixed", num_iterations=iterations).cut(ep, 8192).counts))
     counts = np.concatenate(trace.iterations)
     cases = {
@@ -181,18 +180,19 @@ def speed_at(ep: int, repeats: int, iterations: int) -> dict:
 def main() -> None:
     parser = _report.parser(__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, default=RECORDED, metavar="DIR")
+    parser.add_argument("--only-speed", action="store_true", help="leave out all but the speed")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the tables into a page")
     args = parser.parse_args()
-    found = {"speed": speed(args.repeats), "mixed": mixed(), "seeds": seeds(), "made": made()}
-    found["repair"] = [repair_gain(ep) for ep in EPS]
-    found["recorded"] = recorded(args.traces) if args.traces.is_dir() else []
-    tables = {
-        "mixed": mixed_tables(found["mixed"], found["repair"]),
-        "seeds": calibration_table(found["seeds"]),
-        "made": made_table(found["made"]),
-        "speed": speed_table(found["speed"]),
-    }
-    if found["recorded"]:
+    found = {"speed": speed(args.repeats)}
+    tables = {"speed": speed_table(found["speed"])}
+    if not args.only_speed:
+        found |= {"mixed": mixed(), "seeds": seeds(), "made": made()}
+        found["repair"] = [repair_gain(ep) for ep in EPS]
+        tables["mixed"] = mixed_tables(found["mixed"], found["repair"])
+        tables["seeds"] = calibration_table(found["seeds"])
+        tables["made"] = made_table(found["made"])
+    if args.traces.is_dir() and not args.only_speed:
+        found["recorded"] = recorded(args.traces)
         tables["recorded"] = recorded_table(found["recorded"])
     for name, table in tables.items():
         _report.say(f"\n{name}\n\n{table}")

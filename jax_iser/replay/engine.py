@@ -83,8 +83,14 @@ def replay(
     count = min(cut.num_iterations, max_iterations or cut.num_iterations)
     if not count:
         raise ValueError(f"{trace.name} holds no iteration for {num_ranks} ranks")
+    routes = cut.tokens_per_rank * trace.top_k * num_ranks
+    if routes >= 2**31:
+        raise ValueError(
+            f"{cut.tokens_per_rank} tokens/rank with {trace.top_k} experts each on {num_ranks} ranks "
+            f"are {routes} routes, and a plan takes at most {2**31 - 1}; use fewer tokens/rank"
+        )
     jobs = [(make, s) for s in slots for make in policies]
-    spans = _layer_spans(trace.num_layers, num_threads or os.cpu_count() or 1)
+    spans = _layer_spans(trace.num_layers, num_threads or usable_cores())
     team = [[make(slots=s, **knobs) for make, s in jobs] for _ in spans]
     meters = [[Meter() for _ in jobs] for _ in spans]
     _fit(trace, num_ranks, tokens_per_rank, count, spans, team)
@@ -97,6 +103,13 @@ def replay(
         head["min_group_size"] = getattr(team[0][index], "min_group_size", None)
         rows.append(_row(head, parts))
     return rows, cut
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _layer_spans(num_layers, num_threads):

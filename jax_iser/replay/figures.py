@@ -148,7 +148,7 @@ def _locality(ax, by_ep):
             text = f"{100 * row.figures[field]:+.0f} %"
             ax.text(place + shift * 1.1 * width, height, text, ha="center", fontsize=6)
     ax.set_xticks(range(len(by_ep)), [f"EP{row.figures['ep']}" for row in by_ep])
-    ax.set_ylabel("largest send-out / receive-in (10³ routes)")
+    ax.set_ylabel("most routes of a rank (10³)")
     ax.set_ylim(0, routes.max() * 1.35)
     ax.legend(fontsize=6, frameon=False, ncols=2, loc="upper left")
 

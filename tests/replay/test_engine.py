@@ -96,6 +96,11 @@ def test_a_trace_without_routes():
     assert row.figures["excess_removed"] is None
 
 
+def test_more_routes_than_a_plan_takes_are_refused():
+    with pytest.raises(ValueError, match="routes, and a plan takes at most"):
+        replay(Memory(make_counts(1)), 4, [parse_policy("none")], tokens_per_rank=2**29)
+
+
 def test_max_iterations():
     (row,), _ = replay(Memory(make_counts(1, 5)), 4, [parse_policy("none")], max_iterations=3)
     assert row.figures["iterations"] == 3
