@@ -86,8 +86,8 @@ def replay(
     routes = cut.tokens_per_rank * trace.top_k * num_ranks
     if routes >= 2**31:
         raise ValueError(
-            f"{cut.tokens_per_rank} tokens/rank with {trace.top_k} experts each on {num_ranks} ranks "
-            f"are {routes} routes, and a plan takes at most {2**31 - 1}; use fewer tokens/rank"
+            f"{cut.tokens_per_rank} tokens/rank with {trace.top_k} experts each on {num_ranks} "
+            f"ranks are {routes} routes, and a plan takes at most {2**31 - 1}; use fewer tokens"
         )
     jobs = [(make, s) for s in slots for make in policies]
     spans = _layer_spans(trace.num_layers, num_threads or usable_cores())
