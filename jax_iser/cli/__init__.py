@@ -19,7 +19,7 @@ COMMANDS = {
     "replay": "what balancing would gain on recorded routing",
     "synth": "write made-up routing of a chosen skew as a trace",
     "roofline": "when copying experts pays, from sizes and rates",
-    "broadcast": "time the ways to copy an expert to a group",
+    "broadcast": "modelled rates of the ways to copy an expert to a group",
     "doctor": "versions, devices, and which methods work here",
 }
 
