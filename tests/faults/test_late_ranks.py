@@ -84,7 +84,8 @@ def test_a_rank_later_than_the_limit_fails_the_domain(stage, expected):
         assert (error.value.code, error.value.peer) == (1, 5)
         assert error.value.stage == waited_for
         assert (error.value.layer, error.value.generation) == (0, 2)
-        assert error.value.rank != 5
+        # A rank computes while it copies, so it may be the first to miss its own READY.
+        assert error.value.rank != 5 or waited_for == "READY"
     assert not domain.is_open
     assert_same_bits(run_layer(PROBLEM)[0], expected, "output of a new Domain")
 
