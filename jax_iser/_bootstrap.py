@@ -244,9 +244,14 @@ def _accept(members, listener, token, limit_s):
     """The next connection that knows the token; strangers are hung up on."""
     while True:
         sock, _ = listener.accept()
-        sock.settimeout(limit_s)
-        words = _receive_exactly(sock, 40)
+        sock.settimeout(min(limit_s, 10.0))
+        try:
+            _check_same_user(sock)
+            words = _receive_exactly(sock, 40)
+        except OSError:  # of another user, silent, or gone
+            words = b""
         if secrets.compare_digest(words[:32], token.encode()):
+            sock.settimeout(limit_s)
             return sock, int(words[32:])
         sock.close()
 

@@ -403,10 +403,42 @@ def test_other_weights_than_start_got(domain):
     call = jax.shard_map(
         on_device, mesh=mesh_of(8), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
     )
-    own = make_domain(PROBLEM, startup_timeout_s=3.0)
+    own = make_domain(PROBLEM)
     with pytest.raises(jax.errors.JaxRuntimeError, match="pass the same arrays to both"):
         jax.block_until_ready(jax.jit(call)(*PROBLEM.operands, own.handle))
-    own.close(check=False, wait_s=1.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="other tokens or weights than its start"):
+        run_layer(PROBLEM, domain=own)
+    with pytest.raises(jax_iser.IserError, match="make a new Domain") as error:
+        own.close()
+    assert error.value.code == 7
+
+
+def test_a_program_that_fails_between_start_and_fused_moe():
+    """Its call never ends; the next one says so at its limit, and a new Domain works."""
+
+    def on_device(x, ids, topk_weights, weights, handle):
+        def shared_expert(x):
+            after_start = ids + (0 * x[:, :2]).astype(jnp.int32)
+            broken = jax_iser.plan(after_start, handle, layer=5)
+            return x + broken.load.sum()
+
+        return jax_iser.moe_layer(
+            x, ids, topk_weights, weights, handle, shared_expert=shared_expert, axis_name=AXIS
+        )[0]
+
+    call = jax.shard_map(
+        on_device, mesh=mesh_of(8), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+    )
+    own = make_domain(PROBLEM, timeout_s=1.0)
+    run_layer(PROBLEM, domain=own)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="layer 5 is outside"):
+        jax.block_until_ready(jax.jit(call)(*PROBLEM.operands, own.handle))
+    words = r"rank (\d) waited 1000 ms for the call before this one to end .* lost its fused_moe"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        run_layer(PROBLEM, domain=own)
+    with pytest.raises(jax_iser.IserError, match=words):
+        own.close()
+    run_layer(PROBLEM)
 
 
 def test_gradients_of_the_parts_alone(domain):

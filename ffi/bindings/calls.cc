@@ -200,7 +200,13 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
       error = "weights moved between start and fused_moe; pass the same arrays to both";
     }
   }
-  if (!error.empty()) return failed_future(error);
+  if (!error.empty()) {
+    // The start cannot be undone, and the calls behind it would wait for its end.
+    domain.fail({static_cast<int32_t>(ErrorCode::kBadFusedMoe), target.device->first_rank, -1,
+                 invocation->call.layer, static_cast<int32_t>(Stage::kDispatch),
+                 invocation->generation, 0, 0});
+    return failed_future(error);
+  }
   ffi::Promise promise;
   ffi::Future future(promise);
   FusedCall call{static_cast<const uint8_t*>(x.untyped_data()),

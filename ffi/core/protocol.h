@@ -31,6 +31,7 @@ enum class ErrorCode : int32_t {
   kPlanMismatch = 4,  // ranks derived different plans
   kClosed = 5,        // the Domain was closed while a call was in flight
   kCorrupt = 6,       // a guard word was overwritten
+  kBadFusedMoe = 7,   // a fused_moe does not fit the start it completes
 };
 
 struct ErrorWord {

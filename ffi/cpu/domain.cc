@@ -247,6 +247,9 @@ std::string Domain::error_text() const {
     case ErrorCode::kClosed:
       return rank + " was in a call when the Domain was closed" + where +
              "; block until results are ready before leaving the Domain's context";
+    case ErrorCode::kBadFusedMoe:
+      return rank + " got a fused_moe with other tokens or weights than its start" + where +
+             "; pass the same arrays to both, and make a new Domain";
     case ErrorCode::kCorrupt:
       return rank + " found a guard word behind section " +
              section_name(static_cast<Section>(e.expected)) +
