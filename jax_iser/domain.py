@@ -110,7 +110,7 @@ class Domain:
         self.close(check=kind is None)
 
     def close(self, *, check: bool = True, wait_s: float = 10.0) -> None:
-        """Waits for calls in flight and for the other processes, then releases everything.
+        """Waits for pending results and for the other processes, then releases everything.
 
         Args:
           check: raise `IserError` if the Domain has failed.
@@ -118,6 +118,7 @@ class Domain:
         """
         if not self._is_open:
             return
+        _wait_for_results()
         failure = self._failure()
         if failure is None:
             # Idle first: a process that leaves looks dead to calls that still wait.
@@ -312,6 +313,18 @@ def _check_mesh(mesh, axis):
             f"the mesh has devices of platform {', '.join(sorted(platforms))}; this build has the "
             'fused method on cpu, use method="reference" elsewhere'
         )
+
+
+def _wait_for_results():
+    """Waits for what programs have yet to deliver: their next layer may still need a Domain.
+
+    Each wait ends: the Domain's own have limits. Errors belong to whoever reads the results.
+    """
+    for array in jax.live_arrays():
+        try:
+            array.block_until_ready()
+        except RuntimeError:  # failed, deleted or donated meanwhile
+            continue
 
 
 @atexit.register
