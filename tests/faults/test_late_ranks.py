@@ -138,7 +138,7 @@ def test_ranks_in_different_layers_are_told_so():
     assert 3 in (error.value.rank, error.value.peer)
 
 
-def test_closing_fails_a_call_in_flight():
+def test_closing_waits_for_a_late_rank():
     plan = jax.jit(
         jax.shard_map(
             lambda ids, handle: jax_iser.plan(ids, handle).load,
@@ -149,8 +149,21 @@ def test_closing_fails_a_call_in_flight():
         )
     )
     domain = make_domain(PROBLEM)
-    domain.stall(0, "counts", 1.0)
+    domain.stall(0, "counts", 0.5)
     load = plan(PROBLEM.topk_ids, domain.handle)
-    domain.close(wait_s=0.1, check=False)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="when the Domain was closed"):
-        np.asarray(load)
+    domain.close(wait_s=0.1)
+    assert np.asarray(load).sum() == PROBLEM.topk_ids.size
+
+
+def test_closing_a_domain_whose_rank_is_stuck():
+    """What waits for the rank ends at the limit, before the rank comes back."""
+    domain = make_domain(PROBLEM, startup_timeout_s=0.3)
+    domain.stall(6, "dispatch", 1.0)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        call = pool.submit(run_layer, PROBLEM, domain=domain)
+        while not has_failed(domain):
+            time.sleep(0.01)
+        with pytest.raises(IserError, match="for rank 6 in layer 0, stage dispatch"):
+            domain.close()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="IserError: rank "):
+            call.result(timeout=60)
