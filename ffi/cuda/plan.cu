@@ -70,36 +70,41 @@ struct Stamps {
   }
 };
 
-// Stages 2 to 4. `beside_place` and `beside_repair` run on threads that have nothing else to do;
-// both get the first such thread. Ends with a barrier.
-template <typename BesidePlace, typename BesideRepair>
+// Stages 2 to 4. `beside_place` runs on the threads that do not place, and gets the first of them.
+// Ends with a barrier.
+template <typename BesidePlace>
 __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArrays& arrays,
-                       int32_t* copy, const Stamps& stamps, BesidePlace beside_place,
-                       BesideRepair beside_repair) {
+                       int32_t* copy, const Stamps& stamps, BesidePlace beside_place) {
   sum_counts(config, counts, arrays, copy);
   arrays.counts = copy ? copy : counts;
-  rank_candidates(config, arrays);
   __syncthreads();
   stamps.mark(PlanStamp::kSummed);
   if (threadIdx.x < 32) {
     place(config, arrays);
   } else {
+    clear_schedule(config, arrays, 32);
     beside_place(32);
   }
   __syncthreads();
   stamps.mark(PlanStamp::kPlaced);
-  const int32_t first = num_repair_warps(config) * 32;
-  if (threadIdx.x >= first) {
-    const Nodes nodes{config.slots.num_ranks,
-                      num_group_levels(config.slots.num_ranks, config.min_group_size)};
-    for (int32_t b = threadIdx.x - first; b < arrays.scalars[kCount]; b += blockDim.x - first) {
-      arrays.helper[b] = helper_index(nodes, arrays, b);
+  if (arrays.scalars[kCount] > 0) {
+    index_hosts(config, arrays);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      schedule_pairs(config, arrays);
+    } else {
+      const Nodes nodes{config.slots.num_ranks,
+                        num_group_levels(config.slots.num_ranks, config.min_group_size)};
+      for (int32_t b = threadIdx.x - 32; b < arrays.scalars[kCount]; b += blockDim.x - 32) {
+        arrays.helper[b] = helper_index(nodes, arrays, b);
+      }
     }
-    beside_repair(first);
-  } else if (arrays.scalars[kCount] > 0) {
-    repair(config, arrays);
+    __syncthreads();
+    prepare_pairs(config, arrays);
+    __syncthreads();
+    if (threadIdx.x < num_repair_warps(config) * 32) repair(config, arrays);
+    __syncthreads();
   }
-  __syncthreads();
   stamps.mark(PlanStamp::kRepaired);
 }
 
@@ -116,9 +121,10 @@ __device__ void write_rows(const PlanConfig& config, const PlanArrays& arrays,
     if (b < count) hash += broadcast_terms(config, row, b);
   }
   const int32_t ranks = config.slots.num_ranks;
-  for (int32_t i = threadIdx.x; i < count * ranks; i += blockDim.x) {
-    hash += quota_term(config, i / ranks, i % ranks,
-                       quota_of(config, arrays, i / ranks, i % ranks));
+  for (int32_t b = threadIdx.x / 32; b < count; b += blockDim.x / 32) {
+    for (int32_t r = threadIdx.x % 32; r < ranks; r += 32) {
+      hash += quota_term(config, b, r, quota_of(config, arrays, b, r));
+    }
   }
   for (int d = 16; d > 0; d /= 2) hash += __shfl_xor_sync(kFullWarp, hash, d);
   if (threadIdx.x % 32 == 0) {
@@ -131,12 +137,15 @@ __device__ void write_rows(const PlanConfig& config, const PlanArrays& arrays,
   if (threadIdx.x == 0) *num_broadcasts = count;
 }
 
-// Quotas of all rows, spread over the CTAs of the device.
+// Quotas of all rows, one warp a row, spread over the CTAs of the device.
 __device__ void write_quota(const PlanConfig& config, const PlanArrays& arrays, int32_t* quota,
                             int32_t cta, int32_t num_ctas) {
-  const int32_t ranks = config.slots.num_ranks, total = config.max_broadcasts() * ranks;
-  for (int32_t i = cta * blockDim.x + threadIdx.x; i < total; i += num_ctas * blockDim.x) {
-    quota[i] = quota_of(config, arrays, i / ranks, i % ranks);
+  const int32_t ranks = config.slots.num_ranks, warps = blockDim.x / 32;
+  for (int32_t b = threadIdx.x / 32 * num_ctas + cta; b < config.max_broadcasts();
+       b += warps * num_ctas) {
+    for (int32_t r = threadIdx.x % 32; r < ranks; r += 32) {
+      quota[b * ranks + r] = quota_of(config, arrays, b, r);
+    }
   }
 }
 
@@ -300,8 +309,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       [&](int32_t first) {
         start_rewrite(config, smem.plan, smem.rewrite, rank, first);
         if (threadIdx.x / 32 == 1 && !tags_agree(table, tag, rank)) smem.flags[1] = 0;
-      },
-      [](int32_t) {});
+      });
   if (smem.flags[1] == 0) {
     write_failure(call, num_routes, generation);
     cluster_wait();
@@ -313,8 +321,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   __syncthreads();
   const int32_t num_slots = config.slots.num_slots();
   scan_slots(num_slots, smem.rewrite);
+  spread_starts(config, smem.plan, smem.rewrite);
   const BlockView block = table.block(rank);
-  rewrite_routes(config, smem.plan, smem.rewrite, rank, range, packed, route_slot,
+  rewrite_routes(config, smem.plan, smem.rewrite, range, packed, route_slot,
                  block.section<int32_t>(Section::kSendRoutes));
   if (cta == 0) {
     int32_t* starts = block.section<int32_t>(Section::kSendStarts);
@@ -366,8 +375,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   stamps.mark_ns(PlanStamp::kStartNs);
   stamps.mark(PlanStamp::kExchanged);
   if (threadIdx.x == 0) *smem.plan.hash = 0;
-  derive(config, call.counts, smem.plan, smem.counts_copy, stamps, [](int32_t) {},
-         [](int32_t) {});
+  derive(config, call.counts, smem.plan, smem.counts_copy, stamps, [](int32_t) {});
   write_rows(config, smem.plan, call.resident, call.plan.broadcasts, call.plan.load_before,
              call.plan.load, call.plan.num_broadcasts);
   write_quota(config, smem.plan, call.plan.quota, 0, 1);

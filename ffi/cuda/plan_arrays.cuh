@@ -44,9 +44,16 @@ struct Hosts {
   }
 };
 
-enum Scalar { kCount, kEntries, kTarget, kOk, kChangedA, kChangedB, kNumScalars = 8 };
+enum Scalar { kCount, kEntries, kTarget, kLevels, kPairs, kChangedA, kChangedB, kNumScalars = 8 };
 
-constexpr int32_t kMaxNodes = 255;  // groups of all levels at 128 ranks
+constexpr int32_t kMaxNodes = 255;         // groups of all levels at 128 ranks
+constexpr int32_t kMaxPairWords = 8192;    // of prepared pairs; further ones are looked up each time
+constexpr uint16_t kNoPair = 0xffff;
+
+// Lanes for one pair of ranks: one for each broadcast that a rank may host.
+ISER_HD inline int32_t lanes_per_pair(int32_t num_slots) {
+  return num_slots <= 4 ? 8 : num_slots <= 8 ? 16 : 32;
+}
 
 struct PlanArrays {
   const int32_t* counts;  // [P, E], here or in the mail
@@ -59,15 +66,18 @@ struct PlanArrays {
   int32_t* candidate_total;   // [P, S]
   int32_t* num_hosted;        // [P]
   uint32_t* hosted;           // [P, 2*S] rows that the rank hosts, in placement order
+  uint32_t* hosts;            // [B/32, P] the same as bits
   uint32_t* rows;             // [B]
   int32_t* expert;            // [B]
   int32_t* node;              // [B] group over all levels, finest first
   int32_t* helper;            // [B] helper index; until it is known, the place within the node
-  int32_t* lack;              // [entries] quota, then counts - quota
-  int32_t* source;            // [entries] where the host's count of the expert is
+  int32_t* lack;              // [entries] quota, then counts - quota; one more that stays 0
   int32_t* node_count;        // broadcasts to exactly this group
   int32_t* node_foreign;      // whether one of them has its owner outside
   int32_t* widest;            // [P] the owner's widest broadcast into its own group
+  uint16_t* schedule;         // [rings, P] pair by level and first rank, or kNoPair
+  uint16_t* pairs;            // [rings * P/2] first rank | second rank << 8
+  uint32_t* pair_words;       // entries of a pair's broadcasts at its two ranks
 };
 
 // Hands out shared memory; with a null base it only counts.
@@ -83,9 +93,18 @@ struct Carver {
   }
 };
 
+ISER_HD inline int32_t num_rings(int32_t num_ranks) {
+  return num_ranks + num_ranks % 2 - 1;
+}
+
+ISER_HD inline int32_t max_pairs(int32_t num_ranks) {
+  return num_rings(num_ranks) * ((num_ranks + 1) / 2);
+}
+
 ISER_HD inline void carve_plan(const PlanConfig& config, Carver& carver, PlanArrays& arrays) {
   const size_t ranks = config.slots.num_ranks, slots = config.slots.num_helper_slots;
   const size_t rows = ranks * slots;
+  const size_t pair_words = static_cast<size_t>(max_pairs(ranks)) * lanes_per_pair(slots);
   arrays.hash = carver.take<uint64_t>(1);
   arrays.scalars = carver.take<int32_t>(kNumScalars);
   arrays.totals = carver.take<int32_t>(config.slots.num_experts);
@@ -95,15 +114,19 @@ ISER_HD inline void carve_plan(const PlanConfig& config, Carver& carver, PlanArr
   arrays.candidate_total = carver.take<int32_t>(rows);
   arrays.num_hosted = carver.take<int32_t>(ranks);
   arrays.hosted = carver.take<uint32_t>(2 * rows);
+  arrays.hosts = carver.take<uint32_t>((rows + 31) / 32 * ranks);
   arrays.rows = carver.take<uint32_t>(rows);
   arrays.expert = carver.take<int32_t>(rows);
   arrays.node = carver.take<int32_t>(rows);
   arrays.helper = carver.take<int32_t>(rows);
-  arrays.lack = carver.take<int32_t>(2 * rows);
-  arrays.source = carver.take<int32_t>(2 * rows);
+  arrays.lack = carver.take<int32_t>(2 * rows + 1);
   arrays.node_count = carver.take<int32_t>(kMaxNodes + 1);
   arrays.node_foreign = carver.take<int32_t>(kMaxNodes + 1);
   arrays.widest = carver.take<int32_t>(ranks);
+  arrays.schedule = carver.take<uint16_t>(num_rings(ranks) * ranks);
+  arrays.pairs = carver.take<uint16_t>(max_pairs(ranks));
+  arrays.pair_words =
+      carver.take<uint32_t>(pair_words < kMaxPairWords ? pair_words : kMaxPairWords);
 }
 
 // Groups of all levels in one numbering, the finest level first, so that the first of equals is the

@@ -1,48 +1,51 @@
-// HALO-Q stages 1 and 2 on one CTA: sums, candidates, and placement by one warp.
+// HALO-Q stage 2 on one CTA: sums, candidates, and placement by one warp.
 #pragma once
 
 #include "ffi/cuda/plan_arrays.cuh"
 
 namespace iser::cuda {
 
-// Totals by expert; where `copy` is given, the counts too. Peers wrote them: no read through L1.
+// Totals by expert, where `copy` is given the counts too, and the rank's load and heaviest home
+// experts in order: one warp a rank, its lanes over columns and, where there are few, over rows.
+// Peers wrote the counts: no read through L1.
 __device__ inline void sum_counts(const PlanConfig& config, const int32_t* counts,
                                   const PlanArrays& arrays, int32_t* copy) {
-  constexpr int32_t kBatch = 16;
+  constexpr int32_t kBatch = 8;
   const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
-  for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) arrays.totals[e] = 0;
-  __syncthreads();
-  const int32_t parts = max(1, static_cast<int32_t>(blockDim.x) / experts);
-  const int32_t rows = min(kBatch, (ranks + parts - 1) / parts);
-  const int32_t items = (ranks + rows - 1) / rows * experts;
-  for (int32_t item = threadIdx.x; item < items; item += blockDim.x) {
-    const int32_t e = item % experts, first = item / experts * rows;
-    int32_t value[kBatch], sum = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kBatch; ++i) {
-      const bool is_in = i < rows && first + i < ranks;
-      value[i] = is_in ? __ldcg(counts + (first + i) * experts + e) : 0;
-    }
-#pragma unroll
-    for (int32_t i = 0; i < kBatch; ++i) {
-      sum += value[i];
-      if (copy && i < rows && first + i < ranks) copy[(first + i) * experts + e] = value[i];
-    }
-    atomicAdd(&arrays.totals[e], sum);
-  }
-  __syncthreads();
-}
-
-// One warp a rank: its load, and its heaviest home experts in order.
-__device__ inline void rank_candidates(const PlanConfig& config, const PlanArrays& arrays) {
-  const SlotSpace& slots = config.slots;
-  const int32_t lane = threadIdx.x % 32, home = slots.num_home(), limit = slots.num_helper_slots;
-  for (int32_t r = threadIdx.x / 32; r < slots.num_ranks; r += blockDim.x / 32) {
-    const int32_t* totals = arrays.totals + r * home;
+  const int32_t home = experts / ranks, limit = config.slots.num_helper_slots;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t width = home > 16 ? 32 : home > 8 ? 16 : 8, step = 32 / width;
+  for (int32_t r = threadIdx.x / 32; r < ranks; r += blockDim.x / 32) {
+    int32_t* totals = arrays.totals + r * home;
     int32_t load = 0;
-    for (int32_t h = lane; h < home; h += 32) load += totals[h];
+    for (int32_t first = 0; first < home; first += width) {
+      const int32_t h = first + lane % width;
+      const int32_t* column = counts + r * home + h;
+      int32_t total = 0;
+      for (int32_t row = lane / width; row < ranks; row += kBatch * step) {
+        int32_t value[kBatch];
+#pragma unroll
+        for (int32_t i = 0; i < kBatch; ++i) {
+          const bool is_in = h < home && row + i * step < ranks;
+          value[i] = is_in ? __ldcg(column + (row + i * step) * experts) : 0;
+        }
+#pragma unroll
+        for (int32_t i = 0; i < kBatch; ++i) {
+          total += value[i];
+          if (copy && h < home && row + i * step < ranks) {
+            copy[(row + i * step) * experts + r * home + h] = value[i];
+          }
+        }
+      }
+      for (int32_t d = width; d < 32; d *= 2) total += __shfl_xor_sync(kFullWarp, total, d);
+      if (lane < width && h < home) {
+        totals[h] = total;
+        load += total;
+      }
+    }
     load = __reduce_add_sync(kFullWarp, load);
     if (lane == 0) arrays.load_before[r] = load;
+    __syncwarp();
     int32_t last_total = INT32_MAX, last = -1;
     for (int32_t i = 0; i < min(limit, home); ++i) {
       int32_t best = -1, at = INT32_MAX;
@@ -106,15 +109,16 @@ __device__ inline int32_t first_true(const bool (&holds)[K]) {
 
 // Placement by one warp that holds R ranks and N groups a lane. Rooms need no exception for the
 // owner: it is above the water level, so it has none. They do not depend on the owner either, so
-// that once no group has room, every further exporter would freeze.
+// that once no group has room, every further exporter would freeze. One broadcast after the other:
+// what can be derived later, by more threads, is left to index_hosts.
 template <int R, int N>
 __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
-  const SlotSpace& slots = config.slots;
-  const int32_t lane = threadIdx.x % 32, ranks = slots.num_ranks;
-  const int32_t limit = slots.num_helper_slots, exports = min(limit, slots.num_home());
+  const int32_t lane = threadIdx.x % 32, ranks = config.slots.num_ranks;
+  const int32_t limit = config.slots.num_helper_slots;
+  const int32_t exports = min(limit, config.slots.num_home());
   const Nodes nodes{ranks, num_group_levels(ranks, config.min_group_size)};
 
-  int32_t load[R], room[R], num_free[R], next[R], expert[R], total[R], hosted[R], widest[R];
+  int32_t load[R], room[R], num_free[R], next[R], expert[R], total[R];
   bool is_active[R];
   uint32_t sum = 0, hottest = 0;
 #pragma unroll
@@ -122,7 +126,7 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
     const int32_t r = 32 * k + lane;
     load[k] = r < ranks ? arrays.load_before[r] : 0;
     num_free[k] = limit;
-    next[k] = 0, hosted[k] = 0, widest[k] = INT32_MAX;
+    next[k] = r * limit;
     is_active[k] = r < ranks && exports > 0;
     expert[k] = is_active[k] ? arrays.candidate_expert[r * limit] : -1;
     total[k] = is_active[k] ? arrays.candidate_total[r * limit] : 0;
@@ -139,7 +143,7 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
     is_active[k] = is_active[k] && gains;
   }
 
-  int32_t node_begin[N], node_end[N], node_level[N], node_count[N], node_foreign[N];
+  int32_t node_begin[N], node_end[N], node_level[N], node_count[N], node_room[N];
   uint32_t members[N][R];
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -148,7 +152,7 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
     node_level[n] = is_node ? nodes.level(node) : -1;
     node_begin[n] = is_node ? nodes.begin(node, node_level[n]) : 0;
     node_end[n] = is_node ? node_begin[n] + (ranks >> node_level[n]) : 0;
-    node_count[n] = node_foreign[n] = 0;
+    node_count[n] = 0;
 #pragma unroll
     for (int k = 0; k < R; ++k) {
       const int32_t begin = min(max(node_begin[n] - 32 * k, 0), 32);
@@ -158,32 +162,38 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
   }
 
   int32_t count = 0, entries = 0;
+  bool is_stale = true;  // rooms of groups, full slots apart
   for (;;) {
-    // Rooms of all groups.
-    int32_t sums[R], node_room[N];
+    if (is_stale) {
+      int32_t sums[R];
+      prefix_sums(room, ranks, sums);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const int32_t above = value_at(sums, (node_end[n] - 1) & 127);
+        const int32_t below = value_at(sums, (node_begin[n] - 1) & 127);
+        node_room[n] = node_level[n] < 0 ? 0 : above - (node_begin[n] > 0 ? below : 0);
+      }
+    }
     uint32_t full[R];
-    prefix_sums(room, ranks, sums);
 #pragma unroll
     for (int k = 0; k < R; ++k) full[k] = __ballot_sync(kFullWarp, num_free[k] == 0);
+    int32_t open_room[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const int32_t above = value_at(sums, (node_end[n] - 1) & 127);
-      const int32_t below = value_at(sums, (node_begin[n] - 1) & 127);
-      node_room[n] = above - (node_begin[n] > 0 ? below : 0);
-      bool is_free = node_level[n] >= 0;
+      uint32_t taken = 0;
 #pragma unroll
-      for (int k = 0; k < R; ++k) is_free = is_free && (full[k] & members[n][k]) == 0;
-      if (!is_free) node_room[n] = 0;
+      for (int k = 0; k < R; ++k) taken |= full[k] & members[n][k];
+      open_room[n] = taken == 0 ? node_room[n] : 0;
     }
 
     // The hottest exporter and its next candidate.
-    int32_t key = 0;
+    int32_t key = target;
 #pragma unroll
     for (int k = 0; k < R; ++k) {
-      if (is_active[k] && load[k] > target) key = max(key, load[k]);
+      if (is_active[k]) key = max(key, load[k]);
     }
     const int32_t hot = __reduce_max_sync(kFullWarp, key);
-    if (hot == 0) break;
+    if (hot == target) break;
     bool is_hot[R];
 #pragma unroll
     for (int k = 0; k < R; ++k) is_hot[k] = is_active[k] && load[k] == hot;
@@ -191,6 +201,7 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
     const int32_t moving = value_at(expert, owner), moving_total = value_at(total, owner);
     const int32_t amount = min(hot - target, moving_total);
     if (amount == 0) {
+      is_stale = false;
 #pragma unroll
       for (int k = 0; k < R; ++k) is_active[k] = is_active[k] && 32 * k + lane != owner;
       continue;
@@ -199,20 +210,19 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
     // The roomiest group of the finest level that takes it all, else the roomiest of all.
     bool fits[N], is_best[N];
 #pragma unroll
-    for (int n = 0; n < N; ++n) fits[n] = node_room[n] >= amount;
+    for (int n = 0; n < N; ++n) fits[n] = open_room[n] >= amount;
     const int32_t finest = first_true(fits);
     const int32_t level_of_fit = finest >= 0 ? nodes.level(finest) : -1;
     int32_t most = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      if (finest < 0 || node_level[n] == level_of_fit) most = max(most, node_room[n]);
+      is_best[n] = finest < 0 || node_level[n] == level_of_fit;
+      if (is_best[n]) most = max(most, open_room[n]);
     }
     most = __reduce_max_sync(kFullWarp, most);
     if (most == 0) break;
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      is_best[n] = (finest < 0 || node_level[n] == level_of_fit) && node_room[n] == most;
-    }
+    for (int n = 0; n < N; ++n) is_best[n] = is_best[n] && open_room[n] == most;
     const int32_t node = first_true(is_best);
     const int32_t level = nodes.level(node), begin = nodes.begin(node, level);
     const int32_t end = begin + (ranks >> level), moved_total = min(amount, most);
@@ -222,12 +232,13 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
     for (int k = 0; k < R; ++k) {
       const int32_t r = 32 * k + lane;
       if (r != owner) continue;
-      is_active[k] = ++next[k] < exports;
+      is_active[k] = ++next[k] < r * limit + exports;
       if (is_active[k]) {
-        expert[k] = arrays.candidate_expert[r * limit + next[k]];
-        total[k] = arrays.candidate_total[r * limit + next[k]];
+        expert[k] = arrays.candidate_expert[next[k]];
+        total[k] = arrays.candidate_total[next[k]];
       }
     }
+    is_stale = false;
     if (moved_total < config.min_routes) continue;
 
     // Coldest first: what comes before a member is the room of the colder ones.
@@ -243,51 +254,48 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
         }
       }
     }
-    const bool is_inside = begin <= owner && owner < end;
-    const Row row = Row::make(entries, begin, level, owner);
-    const Hosts hosts(row, ranks);
+    const bool is_left = owner < begin, is_inside = !is_left && owner < end;
 #pragma unroll
     for (int k = 0; k < R; ++k) {
       const int32_t r = 32 * k + lane;
       const bool is_member = begin <= r && r < end;
       const int32_t moved = is_member ? min(max(amount - before[k], 0), room[k]) : 0;
-      if (is_member || r == owner) {
-        const int32_t entry = hosts.entry(r);
-        arrays.lack[entry] = r == owner ? moving_total - moved_total : moved;
-        arrays.source[entry] = r * slots.num_experts + moving;
-        arrays.hosted[r * 2 * limit + hosted[k]++] = row.word;
-      }
-      load[k] += r == owner ? -moved_total : moved;
+      if (is_member) arrays.lack[entries + is_left + r - begin] = moved;
+      load[k] += moved;
       room[k] -= moved;
       num_free[k] -= is_member;
-      if (r == owner && is_inside) widest[k] = min(widest[k], level << 16 | count);
+      if (r != owner) continue;
+      load[k] -= moved_total;
+      arrays.lack[entries + (is_left ? 0 : r - begin < end - begin ? r - begin : end - begin)] =
+          moving_total - moved_total;
     }
+    // Groups around this one lose what was moved; those inside lose all or must be summed again.
+    is_stale = most > amount && level + 1 < nodes.levels;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      if (32 * n + lane != node) continue;
-      arrays.rows[count] = row.word;
+      const bool is_around = node_begin[n] <= begin && end <= node_end[n];
+      const bool is_within = begin <= node_begin[n] && node_end[n] <= end;
+      node_room[n] = is_around ? node_room[n] - moved_total : is_within ? 0 : node_room[n];
+      if (32 * n + lane == node) arrays.helper[count] = node_count[n]++;
+    }
+    if (lane == 0) {
+      arrays.rows[count] = Row::make(entries, begin, level, owner).word;
       arrays.expert[count] = moving;
       arrays.node[count] = node;
-      arrays.helper[count] = node_count[n]++;
-      node_foreign[n] |= !is_inside;
     }
     ++count;
-    entries += hosts.count();
+    entries += end - begin + !is_inside;
   }
 
 #pragma unroll
   for (int k = 0; k < R; ++k) {
-    const int32_t r = 32 * k + lane;
-    if (r >= ranks) continue;
-    arrays.load[r] = load[k];
-    arrays.num_hosted[r] = hosted[k];
-    arrays.widest[r] = widest[k];
+    if (32 * k + lane < ranks) arrays.load[32 * k + lane] = load[k];
   }
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     if (node_level[n] < 0) continue;
     arrays.node_count[32 * n + lane] = node_count[n];
-    arrays.node_foreign[32 * n + lane] = node_foreign[n];
+    arrays.node_foreign[32 * n + lane] = 0;
   }
   if (lane == 0) {
     arrays.scalars[kCount] = count;
@@ -296,17 +304,22 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
   }
 }
 
+template <int R, int N>
+__device__ __noinline__ void place_apart(PlanConfig config, PlanArrays arrays) {
+  place<R, N>(config, arrays);
+}
+
 __device__ inline void place(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t ranks = config.slots.num_ranks;
   const int32_t groups = (1 << num_group_levels(ranks, config.min_group_size)) - 1;
   if (ranks <= 32 && groups <= 32) {
     place<1, 1>(config, arrays);
   } else if (ranks <= 32) {
-    place<1, 2>(config, arrays);
+    place_apart<1, 2>(config, arrays);
   } else if (ranks <= 96 && groups <= 32) {
-    place<3, 1>(config, arrays);
+    place_apart<3, 1>(config, arrays);
   } else {
-    place<4, 8>(config, arrays);
+    place_apart<4, 8>(config, arrays);
   }
 }
 

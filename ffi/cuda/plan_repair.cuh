@@ -5,6 +5,100 @@
 
 namespace iser::cuda {
 
+// What the ranks host, and what each lacks of it: one warp a rank, its lanes over broadcasts.
+__device__ inline void index_hosts(const PlanConfig& config, const PlanArrays& arrays) {
+  const int32_t ranks = config.slots.num_ranks, limit = 2 * config.slots.num_helper_slots;
+  const int32_t lane = threadIdx.x % 32, count = arrays.scalars[kCount];
+  for (int32_t r = threadIdx.x / 32; r < ranks; r += blockDim.x / 32) {
+    int32_t num_hosted = 0, widest = INT32_MAX;
+    for (int32_t first = 0; first < count; first += 32) {
+      const int32_t b = first + lane;
+      const Row row{b < count ? arrays.rows[b] : 0};
+      const Hosts hosts(row, ranks);
+      const bool is_host = b < count && hosts.is_host(r);
+      const uint32_t all = __ballot_sync(kFullWarp, is_host);
+      if (is_host) {
+        const int32_t entry = hosts.entry(r);
+        arrays.hosted[r * limit + num_hosted + __popc(all & ((1u << lane) - 1))] = row.word;
+        arrays.lack[entry] =
+            arrays.counts[r * config.slots.num_experts + arrays.expert[b]] - arrays.lack[entry];
+        if (r == hosts.owner && hosts.contains(r)) widest = min(widest, row.level() << 16 | b);
+        if (r == hosts.owner && !hosts.contains(r)) arrays.node_foreign[arrays.node[b]] = 1;
+      }
+      if (lane == 0) arrays.hosts[first / 32 * ranks + r] = all;
+      num_hosted += __popc(all);
+    }
+    widest = __reduce_min_sync(kFullWarp, widest);
+    if (lane == 0) {
+      arrays.num_hosted[r] = num_hosted;
+      arrays.widest[r] = widest;
+    }
+  }
+}
+
+// Puts the pairs that can trade at all into levels, by one warp: a pair comes after all earlier
+// pairs with one of its ranks, and pairs of one level have no rank in common, so the levels do what
+// the rings do one after the other. A broadcast never both gives and takes: pairs that share fewer
+// than two never trade.
+template <int R>
+__device__ void schedule_pairs(const PlanConfig& config, const PlanArrays& arrays) {
+  const int32_t ranks = config.slots.num_ranks, lane = threadIdx.x % 32;
+  const int32_t n = ranks + ranks % 2, words = (arrays.scalars[kCount] + 31) / 32;
+  int32_t level[R] = {}, num_pairs = 0;
+#pragma unroll 2
+  for (int32_t t = 0; t < n - 1; ++t) {
+    int32_t partner[R], after[R];
+    bool is_first[R], can[R];
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const int32_t r = 32 * k + lane;
+      int32_t i = r - t + 1;
+      if (i <= 0) i += n - 1;
+      if (r == n - 1) i = 0;
+      partner[k] = haloq::ring_member(n, t, n - 1 - i);
+      is_first[k] = i < n / 2;
+      int32_t shared = 0;
+      can[k] = r < ranks && partner[k] < ranks;
+      for (int32_t w = 0; w < words && can[k]; ++w) {
+        shared += __popc(arrays.hosts[w * ranks + r] & arrays.hosts[w * ranks + partner[k]]);
+      }
+      can[k] = shared >= 2;
+    }
+#pragma unroll
+    for (int k = 0; k < R; ++k) after[k] = max(level[k], value_at(level, partner[k] & 127));
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const uint32_t all = __ballot_sync(kFullWarp, can[k] && is_first[k]);
+      if (can[k]) level[k] = after[k] + 1;
+      if (can[k] && is_first[k]) {
+        const int32_t r = 32 * k + lane, pair = num_pairs + __popc(all & ((1u << lane) - 1));
+        arrays.pairs[pair] = r | partner[k] << 8;
+        arrays.schedule[after[k] * ranks + r] = pair;
+      }
+      num_pairs += __popc(all);
+    }
+  }
+  int32_t levels = 0;
+#pragma unroll
+  for (int k = 0; k < R; ++k) levels = max(levels, level[k]);
+  levels = __reduce_max_sync(kFullWarp, levels);
+  if (lane == 0) {
+    arrays.scalars[kLevels] = levels;
+    arrays.scalars[kPairs] = num_pairs;
+    arrays.scalars[kChangedA] = arrays.scalars[kChangedB] = -1;
+    arrays.lack[arrays.scalars[kEntries]] = 0;
+  }
+}
+
+// Before schedule_pairs: nothing is scheduled. Threads first..blockDim.
+__device__ inline void clear_schedule(const PlanConfig& config, const PlanArrays& arrays,
+                                      int32_t first) {
+  const int32_t ranks = config.slots.num_ranks;
+  for (int32_t i = threadIdx.x - first; i < num_rings(ranks) * ranks; i += blockDim.x - first) {
+    arrays.schedule[i] = kNoPair;
+  }
+}
+
 // Barrier of the repairing warps alone: the others of the CTA do something else meanwhile.
 __device__ inline void repair_barrier(int32_t num_warps) {
   if (num_warps == 1) {
@@ -14,34 +108,30 @@ __device__ inline void repair_barrier(int32_t num_warps) {
   }
 }
 
-// One lane's share of a pair: the i-th row that `a` hosts, if `c` hosts it too.
-struct Shared {
-  int32_t entry_a, entry_c;
-  bool is_shared;
-};
-
-// W lanes a pair, one for each row that a rank may host.
+// W lanes a pair.
 template <int W>
 __device__ inline uint32_t lanes_of_pair() {
   return W == 32 ? kFullWarp : ((1u << (W & 31)) - 1) << (threadIdx.x % 32 / W * W);
 }
 
+// One lane's share of a pair: where the i-th broadcast of the first rank has its entries at the two
+// ranks, in one word; the entry that stays 0 where they do not share it.
+__device__ inline uint32_t pair_word(const PlanConfig& config, const PlanArrays& arrays,
+                                     uint32_t pair, int32_t i) {
+  const int32_t ranks = config.slots.num_ranks, a = pair & 0xff, c = pair >> 8;
+  const uint32_t none = arrays.scalars[kEntries] * 0x10001u;
+  if (i >= arrays.num_hosted[a]) return none;
+  const Hosts hosts(Row{arrays.hosted[a * 2 * config.slots.num_helper_slots + i]}, ranks);
+  return hosts.is_host(c) ? hosts.entry(a) | hosts.entry(c) << 16 : none;
+}
+
 template <int W>
-__device__ inline Shared locate(const PlanArrays& arrays, int32_t num_ranks, int32_t num_slots,
-                                int32_t n, int32_t t, int32_t pair) {
-  const int32_t i = threadIdx.x % W;
-  Shared shared{0, 0, false};
-  if (pair < n / 2) {
-    const int32_t a = haloq::ring_member(n, t, pair), c = haloq::ring_member(n, t, n - 1 - pair);
-    if (a < num_ranks && c < num_ranks && i < arrays.num_hosted[a]) {
-      const Hosts hosts(Row{arrays.hosted[a * 2 * num_slots + i]}, num_ranks);
-      if (hosts.is_host(c)) shared = {hosts.entry(a), hosts.entry(c), true};
-    }
+__device__ void prepare_pairs(const PlanConfig& config, const PlanArrays& arrays,
+                              int32_t num_pairs) {
+  const int32_t words = min(num_pairs * W, kMaxPairWords);
+  for (int32_t i = threadIdx.x; i < words; i += blockDim.x) {
+    arrays.pair_words[i] = pair_word(config, arrays, arrays.pairs[i / W], i % W);
   }
-  // A broadcast never both gives and takes: with one alone, nothing can be traded.
-  const uint32_t all = __ballot_sync(kFullWarp, shared.is_shared) & lanes_of_pair<W>();
-  shared.is_shared = shared.is_shared && (all & (all - 1)) != 0;
-  return shared;
 }
 
 // Whether this lane's pair has both something to take and something to give.
@@ -76,58 +166,71 @@ __device__ inline void trade(int32_t& lack_a, int32_t& lack_c) {
 
 // Both directions; true on the lanes of a pair that traded.
 template <int W>
-__device__ inline bool trade_both(const PlanArrays& arrays, const Shared& shared) {
-  if (!__any_sync(kFullWarp, shared.is_shared)) return false;
-  int32_t lack_a = shared.is_shared ? arrays.lack[shared.entry_a] : 0;
-  int32_t lack_c = shared.is_shared ? arrays.lack[shared.entry_c] : 0;
+__device__ inline bool trade_both(const PlanArrays& arrays, uint32_t word, uint32_t none) {
+  int32_t* at_a = arrays.lack + (word & 0xffff);
+  int32_t* at_c = arrays.lack + (word >> 16);
+  int32_t lack_a = *at_a, lack_c = *at_c;
   const bool first = can_trade<W>(lack_a, lack_c), second = can_trade<W>(lack_c, lack_a);
   if (!__any_sync(kFullWarp, first || second)) return false;
   if (__any_sync(kFullWarp, first)) trade<W>(lack_a, lack_c);
   const bool back = can_trade<W>(lack_c, lack_a);
   if (__any_sync(kFullWarp, back)) trade<W>(lack_c, lack_a);
-  if (shared.is_shared && (first || back)) {
-    arrays.lack[shared.entry_a] = lack_a;
-    arrays.lack[shared.entry_c] = lack_c;
+  if (word != none && (first || back)) {
+    *at_a = lack_a;
+    *at_c = lack_c;
   }
   return first || back;
 }
 
+// Two passes over the levels; W lanes for each rank that may be the first of a pair.
 template <int W>
 __device__ void repair(const PlanConfig& config, const PlanArrays& arrays, int32_t num_warps) {
-  const int32_t ranks = config.slots.num_ranks, slots = config.slots.num_helper_slots;
-  const int32_t n = ranks + ranks % 2, rings = n - 1, pairs = n / 2;
-  for (int32_t i = threadIdx.x; i < arrays.scalars[kEntries]; i += num_warps * 32) {
-    arrays.lack[i] = arrays.counts[arrays.source[i]] - arrays.lack[i];
-  }
-  if (threadIdx.x == 0) arrays.scalars[kChangedA] = arrays.scalars[kChangedB] = -1;
-  repair_barrier(num_warps);
-  const int32_t stride = num_warps * (32 / W), own = threadIdx.x / W;
+  const int32_t ranks = config.slots.num_ranks, levels = arrays.scalars[kLevels];
+  const int32_t own = threadIdx.x / W, i = threadIdx.x % W, stride = num_warps * (32 / W);
+  const uint32_t none = arrays.scalars[kEntries] * 0x10001u;
+  const auto word_at = [&](int32_t level, int32_t rank) {
+    const uint32_t pair = rank < ranks ? arrays.schedule[level * ranks + rank] : kNoPair;
+    if (pair == kNoPair) return none;
+    const int32_t at = pair * W + i;
+    return at < kMaxPairWords ? arrays.pair_words[at]
+                              : pair_word(config, arrays, arrays.pairs[pair], i);
+  };
   // A whole round without a trade would repeat itself: nothing is left to do.
   int32_t last_change = -1;
-  Shared here = locate<W>(arrays, ranks, slots, n, 0, own);
-  for (int32_t step = 0; step < 2 * rings && step - last_change <= rings; ++step) {
-    const int32_t t = step < rings ? step : step - rings;
-    const Shared next = locate<W>(arrays, ranks, slots, n, t + 1 < rings ? t + 1 : 0, own);
-    bool changed = trade_both<W>(arrays, here);
-    for (int32_t first = stride; first < pairs; first += stride) {
-      changed |= trade_both<W>(arrays, locate<W>(arrays, ranks, slots, n, t, own + first));
+  uint32_t word = levels > 0 ? word_at(0, own) : none;
+  for (int32_t step = 0; step < 2 * levels && step - last_change <= levels; ++step) {
+    const int32_t level = step < levels ? step : step - levels;
+    const uint32_t next = word_at(level + 1 < levels ? level + 1 : 0, own);
+    bool changed = trade_both<W>(arrays, word, none);
+    for (int32_t first = stride; first < ranks; first += stride) {
+      changed |= trade_both<W>(arrays, word_at(level, own + first), none);
     }
     if (changed) arrays.scalars[kChangedA + (step & 1)] = step;
     repair_barrier(num_warps);
     if (arrays.scalars[kChangedA + (step & 1)] == step) last_change = step;
-    here = next;
+    word = next;
   }
-}
-
-__device__ inline int32_t lanes_per_pair(int32_t num_slots) {
-  return num_slots <= 4 ? 8 : num_slots <= 8 ? 16 : 32;
 }
 
 // At most half of the CTA's warps repair; the others are free for what can run beside it.
 __device__ inline int32_t num_repair_warps(const PlanConfig& config) {
-  const int32_t pairs = (config.slots.num_ranks + 1) / 2;
-  const int32_t lanes = pairs * lanes_per_pair(config.slots.num_helper_slots);
+  const int32_t lanes =
+      config.slots.num_ranks * lanes_per_pair(config.slots.num_helper_slots);
   return min((lanes + 31) / 32, static_cast<int32_t>(blockDim.x) / 64);
+}
+
+__device__ inline void prepare_pairs(const PlanConfig& config, const PlanArrays& arrays) {
+  const int32_t num_pairs = arrays.scalars[kPairs];
+  switch (lanes_per_pair(config.slots.num_helper_slots)) {
+    case 8: return prepare_pairs<8>(config, arrays, num_pairs);
+    case 16: return prepare_pairs<16>(config, arrays, num_pairs);
+    default: return prepare_pairs<32>(config, arrays, num_pairs);
+  }
+}
+
+__device__ inline void schedule_pairs(const PlanConfig& config, const PlanArrays& arrays) {
+  if (config.slots.num_ranks <= 32) return schedule_pairs<1>(config, arrays);
+  return schedule_pairs<4>(config, arrays);
 }
 
 __device__ inline void repair(const PlanConfig& config, const PlanArrays& arrays) {

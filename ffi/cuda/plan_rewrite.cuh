@@ -102,49 +102,66 @@ __device__ inline void finish_places(const RouteRange& range, int32_t num_expert
   }
 }
 
+// Of each expert: its home slot and its broadcast plus one in a word, and where the slot starts.
+struct HomeEntry {
+  uint32_t slot_and_broadcast;
+  int32_t start;
+
+  __device__ int32_t slot() const { return slot_and_broadcast & 0xffff; }
+  __device__ int32_t broadcast() const { return static_cast<int32_t>(slot_and_broadcast >> 16) - 1; }
+};
+
+// Of each broadcast, as this source sees it.
+struct __align__(16) SourceShare {
+  int32_t kept;     // routes that stay
+  int32_t surplus;  // surplus of the ranks before
+  int32_t slot;     // of the kept ones
+  int32_t start;    // of that slot
+};
+
 struct RewriteArrays {
-  int32_t* slot_start;    // [num_slots + 1]; counts at first
-  int32_t* warp_sums;     // [warps]
-  int32_t* broadcast_of;  // [E], -1 where the expert stays at home
-  int32_t* kept;          // [B] routes that the source keeps
-  int32_t* surplus;       // [B] surplus of the ranks before the source
-  int32_t* open;          // [entries] spare of the hosts before
+  HomeEntry* home;     // [E]
+  SourceShare* share;  // [B]
+  int32_t* slot_start; // [num_slots + 1]; counts at first
+  int32_t* warp_sums;  // [warps]
+  int32_t* open;       // [entries] spare of the hosts before
+  int32_t* slot;       // [entries]
 };
 
 ISER_HD inline void carve_rewrite(const PlanConfig& config, int32_t num_warps, Carver& carver,
                                   RewriteArrays& arrays) {
   const size_t rows = config.max_broadcasts();
+  arrays.home = carver.take<HomeEntry>(config.slots.num_experts);
+  arrays.share = carver.take<SourceShare>(rows);
   arrays.slot_start = carver.take<int32_t>(config.slots.num_slots() + 1);
   arrays.warp_sums = carver.take<int32_t>(num_warps);
-  arrays.broadcast_of = carver.take<int32_t>(config.slots.num_experts);
-  arrays.kept = carver.take<int32_t>(rows);
-  arrays.surplus = carver.take<int32_t>(rows);
   arrays.open = carver.take<int32_t>(2 * rows);
+  arrays.slot = carver.take<int32_t>(2 * rows);
 }
 
 // Everything at home: what threads first..blockDim write while others place.
 __device__ inline void start_rewrite(const PlanConfig& config, const PlanArrays& plan,
                                      const RewriteArrays& rewrite, int32_t source, int32_t first) {
-  const SlotSpace& slots = config.slots;
-  const int32_t step = blockDim.x - first;
-  for (int32_t e = threadIdx.x - first; e < slots.num_experts; e += step) {
-    rewrite.broadcast_of[e] = -1;
-    rewrite.slot_start[slots.home_slot(e)] = plan.counts[source * slots.num_experts + e];
-  }
-  for (int32_t i = threadIdx.x - first; i < config.max_broadcasts(); i += step) {
-    const int32_t rank = i / slots.num_helper_slots;
-    rewrite.slot_start[slots.helper_slot(rank, i % slots.num_helper_slots)] = 0;
+  const int32_t home = config.slots.num_home(), stride = home + config.slots.num_helper_slots;
+  const int32_t num_slots = config.slots.num_ranks * stride;
+  for (int32_t s = threadIdx.x - first; s < num_slots; s += blockDim.x - first) {
+    const int32_t rank = s / stride, local = s - rank * stride, e = rank * home + local;
+    const bool is_home = local < home;
+    rewrite.slot_start[s] = is_home ? plan.counts[source * config.slots.num_experts + e] : 0;
+    if (is_home) rewrite.home[e] = {static_cast<uint32_t>(s), 0};
   }
 }
 
 // haloq::source_share for every broadcast, as running sums: one warp a broadcast.
 __device__ inline void share_out(const PlanConfig& config, const PlanArrays& plan,
                                  const RewriteArrays& rewrite, int32_t source) {
-  const SlotSpace& slots = config.slots;
-  const int32_t lane = threadIdx.x % 32, experts = slots.num_experts;
+  const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
+  const int32_t home = experts / ranks, stride = home + config.slots.num_helper_slots;
+  const int32_t lane = threadIdx.x % 32;
   for (int32_t b = threadIdx.x / 32; b < plan.scalars[kCount]; b += blockDim.x / 32) {
-    const Hosts hosts(Row{plan.rows[b]}, slots.num_ranks);
+    const Hosts hosts(Row{plan.rows[b]}, ranks);
     const int32_t expert = plan.expert[b], helper = plan.helper[b];
+    const int32_t home_slot = rewrite.home[expert].slot();
     const auto surplus_of = [&](int32_t r) {
       return hosts.is_host(r) ? haloq::positive(plan.lack[hosts.entry(r)])
                               : plan.counts[r * experts + expert];
@@ -169,15 +186,15 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
       if (!is_host) continue;
       const int32_t host = hosts.rank_at(i), open = close - spare;
       const int32_t taken = haloq::positive(min(close, before + own) - max(open, before));
+      const int32_t slot = host == hosts.owner ? home_slot : host * stride + home + helper;
       rewrite.open[hosts.start + i] = open;
-      rewrite.slot_start[host == hosts.owner ? slots.home_slot(expert)
-                                             : slots.helper_slot(host, helper)] =
-          host == source ? kept + taken : taken;
+      rewrite.slot[hosts.start + i] = slot;
+      rewrite.slot_start[slot] = host == source ? kept + taken : taken;
     }
     if (lane == 0) {
-      rewrite.broadcast_of[expert] = b;
-      rewrite.kept[b] = kept;
-      rewrite.surplus[b] = before;
+      rewrite.home[expert].slot_and_broadcast |= static_cast<uint32_t>(b + 1) << 16;
+      rewrite.share[b] = {kept, before,
+                          source == hosts.owner ? home_slot : source * stride + home + helper, 0};
     }
   }
 }
@@ -209,54 +226,74 @@ __device__ inline void scan_slots(int32_t num_slots, const RewriteArrays& rewrit
   __syncthreads();
 }
 
+// After scan_slots: copies the starts to where the routes look. Ends with a barrier.
+__device__ inline void spread_starts(const PlanConfig& config, const PlanArrays& plan,
+                                     const RewriteArrays& rewrite) {
+  for (int32_t e = threadIdx.x; e < config.slots.num_experts; e += blockDim.x) {
+    rewrite.home[e].start = rewrite.slot_start[rewrite.home[e].slot()];
+  }
+  for (int32_t b = threadIdx.x; b < plan.scalars[kCount]; b += blockDim.x) {
+    // A source that hosts nothing of it keeps nothing.
+    if (rewrite.share[b].kept > 0) {
+      rewrite.share[b].start = rewrite.slot_start[rewrite.share[b].slot];
+    }
+  }
+  __syncthreads();
+}
+
 struct RoutePlace {
   int32_t slot, position;
 };
 
-// Where the `place`-th route of the source to an expert goes.
-__device__ inline RoutePlace route_place(const PlanConfig& config, const PlanArrays& plan,
-                                         const RewriteArrays& rewrite, int32_t source,
-                                         int32_t expert, int32_t place) {
-  const SlotSpace& slots = config.slots;
-  const int32_t b = rewrite.broadcast_of[expert];
-  int32_t host = slots.owner(expert), run_begin = 0;
-  if (b >= 0) {
-    const Hosts hosts(Row{plan.rows[b]}, slots.num_ranks);
-    host = source;
-    if (place >= rewrite.kept[b]) {
-      // The last host whose spare opens at or before this route.
-      const int32_t before = rewrite.surplus[b], at = before + place - rewrite.kept[b];
-      int32_t low = 0, high = hosts.count();
-      while (high - low > 1) {
-        const int32_t middle = (low + high) / 2;
-        (rewrite.open[hosts.start + middle] <= at ? low : high) = middle;
-      }
-      host = hosts.rank_at(low);
-      run_begin = place - (at - max(rewrite.open[hosts.start + low], before));
-    }
-    if (host != hosts.owner) {
-      const int32_t slot = slots.helper_slot(host, plan.helper[b]);
-      return {slot, rewrite.slot_start[slot] + place - run_begin};
-    }
+// Where the `place`-th route of the source to a replicated expert goes.
+__device__ inline RoutePlace shared_place(const PlanConfig& config, const PlanArrays& plan,
+                                          const RewriteArrays& rewrite, int32_t b, int32_t place) {
+  const SourceShare share = rewrite.share[b];
+  if (place < share.kept) return {share.slot, share.start + place};
+  // The last host whose spare opens at or before this route.
+  const Hosts hosts(Row{plan.rows[b]}, config.slots.num_ranks);
+  const int32_t at = share.surplus + place - share.kept;
+  int32_t low = hosts.start, high = hosts.start + hosts.count();
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    (rewrite.open[middle] <= at ? low : high) = middle;
   }
-  const int32_t slot = slots.home_slot(expert);
-  return {slot, rewrite.slot_start[slot] + place - run_begin};
+  const int32_t slot = rewrite.slot[low];
+  return {slot, rewrite.slot_start[slot] + at - max(rewrite.open[low], share.surplus)};
 }
 
 __device__ inline void rewrite_routes(const PlanConfig& config, const PlanArrays& plan,
-                                      const RewriteArrays& rewrite, int32_t source,
-                                      const RouteRange& range, const uint32_t* packed,
-                                      int32_t* route_slot, int32_t* send_routes) {
-#pragma unroll 4
-  for (int32_t route = range.warp_begin + threadIdx.x % 32; route < range.warp_end; route += 32) {
-    const uint32_t word = packed[route - range.begin];
-    RoutePlace place{-1, -1};
-    if (word != kPadding) {
-      place = route_place(config, plan, rewrite, source, word >> kPlaceBits,
-                          word & ((1u << kPlaceBits) - 1));
-      send_routes[place.position] = route;
+                                      const RewriteArrays& rewrite, const RouteRange& range,
+                                      const uint32_t* packed, int32_t* route_slot,
+                                      int32_t* send_routes) {
+  constexpr int32_t kBatch = 6;
+  const int32_t lane = threadIdx.x % 32;
+  for (int32_t first = range.warp_begin; first < range.warp_end; first += 32 * kBatch) {
+    RoutePlace to[kBatch];
+    int32_t broadcast[kBatch], place[kBatch];
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      const int32_t route = first + 32 * i + lane;
+      const uint32_t word = route < range.warp_end ? packed[route - range.begin] : kPadding;
+      to[i] = {-1, -1};
+      broadcast[i] = -1;
+      place[i] = word & ((1u << kPlaceBits) - 1);
+      if (word == kPadding) continue;
+      const HomeEntry home = rewrite.home[word >> kPlaceBits];
+      to[i] = {home.slot(), home.start + place[i]};
+      broadcast[i] = home.broadcast();
     }
-    route_slot[route] = place.slot;
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (broadcast[i] >= 0) to[i] = shared_place(config, plan, rewrite, broadcast[i], place[i]);
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      const int32_t route = first + 32 * i + lane;
+      if (route >= range.warp_end) continue;
+      route_slot[route] = to[i].slot;
+      if (to[i].position >= 0) send_routes[to[i].position] = route;
+    }
   }
 }
 
