@@ -1,0 +1,138 @@
+// The CTAs of a device share its slices evenly, whichever of its ranks they belong to; the last to
+// end arrives at READY for all of them. Nobody waits for a peer.
+#include "ffi/cuda/replication.cuh"
+
+#include "ffi/cuda/copy_ring.cuh"
+#include "ffi/cuda/fabric.cuh"
+
+namespace iser::cuda {
+namespace {
+
+constexpr int kMaxStages = 32, kMaxClusterSize = 8;
+constexpr size_t kMaxSharedBytes = (227 << 10) - 128;  // dynamic, of a CTA, sm_90
+
+// The last CTA of the device arrives for all its ranks. Called by all threads, behind a barrier.
+__device__ void publish(const Context& context) {
+  __shared__ bool is_arriving;
+  const DeviceTable& table = *context.launch.table;
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    const bool is_last = atomicAdd(context.launch.ctas_done, 1u) == gridDim.x - 1;
+    __threadfence_system();
+    if (is_last) *context.launch.ctas_done = 0;
+    is_arriving = is_last && !has_failed(table);
+  }
+  __syncthreads();
+  if (!is_arriving || threadIdx.x >= 32) return;
+  for (int32_t v = 0; v < table.ranks_per_device; ++v) {
+    arrive(table, Stage::kReady, table.first_rank + v, *context.launch.generation);
+  }
+}
+
+template <class Fabric>
+__global__ void __launch_bounds__(kThreads)
+    replication_kernel(const ReplicationLaunch launch, uint8_t* const* windows) {
+  extern __shared__ __align__(128) uint8_t dynamic_shared[];
+  const Context context = prepare(launch, dynamic_shared);
+  const int32_t warp = threadIdx.x / 32, ring = warp / 2;
+  if (ring == kNumRings) {
+    if (!context.is_bulk) copy_plain(context);
+  } else if (threadIdx.x % 32 == 0) {
+    if (warp % 2 == 0) {
+      load_slices(context, ring);
+    } else {
+      store_slices<Fabric>(context, ring, windows);
+    }
+  }
+  __syncthreads();
+  publish(context);
+}
+
+#if ISER_HAS_MULTICAST
+// Compiled so that its instructions can be looked at; nothing launches it yet.
+template __global__ void replication_kernel<MulticastFabric>(const ReplicationLaunch,
+                                                             uint8_t* const*);
+#endif
+
+// Compares rank r's plan with the plan of this device's first rank.
+__device__ void check_plan(const DeviceTable& table, int32_t r, uint32_t generation,
+                           int32_t layer) {
+  const uint64_t expected = table.block(table.first_rank).words()->plan_hash;
+  const uint64_t found = *const_cast<const volatile uint64_t*>(&table.block(r).words()->plan_hash);
+  if (found == expected) return;
+  fail(table, {static_cast<int32_t>(ErrorCode::kPlanMismatch), table.first_rank, r, layer,
+               static_cast<int32_t>(Stage::kReady), generation, expected, found});
+}
+
+__global__ void __launch_bounds__(kMaxRanks)
+    ready_gate_kernel(const DeviceTable* table, const uint32_t* generation_word) {
+  __shared__ bool is_ready;
+  const uint32_t generation = *generation_word;
+  const int32_t first = table->first_rank;
+  const int32_t layer = mail_tags(table->shape, table->head(), generation)[first].tag.layer;
+  if (threadIdx.x == 0) is_ready = wait(*table, Stage::kReady, first, generation, layer);
+  __syncthreads();
+  if (is_ready && threadIdx.x < table->shape.slots.num_ranks) {
+    check_plan(*table, threadIdx.x, generation, layer);
+  }
+}
+
+}  // namespace
+
+size_t replication_shared_bytes(const DomainShape& shape, const ReplicationOptions& options) {
+  return shared_views(shape, options, nullptr).bytes;
+}
+
+const char* replication_options_error(const DomainShape& shape, const ReplicationOptions& options) {
+  const ReplicationOptions& o = options;
+  if (o.num_ctas < 1) return "num_ctas must be at least 1";
+  if (o.num_stages <= kNumStoring || o.num_stages > kMaxStages) {
+    return "num_stages must be 3 to 32";
+  }
+  if (o.slice_bytes < 128 || o.slice_bytes % 128 != 0) {
+    return "slice_bytes must be a positive multiple of 128";
+  }
+  if (o.cluster_size < 1 || o.cluster_size > kMaxClusterSize || o.num_ctas % o.cluster_size != 0) {
+    return "cluster_size must be 1 to 8 and divide num_ctas";
+  }
+  if (replication_shared_bytes(shape, o) > kMaxSharedBytes) {
+    return "stages and tables exceed the 227 KiB of shared memory of a CTA: take fewer or smaller "
+           "stages";
+  }
+  return nullptr;
+}
+
+cudaError_t prepare_replication() {
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, ready_gate_kernel);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(replication_kernel<UnicastFabric>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(kMaxSharedBytes));
+}
+
+cudaError_t launch_replication(const ReplicationLaunch& launch, cudaStream_t stream) {
+  const ReplicationOptions& options = launch.options;
+  if (replication_options_error(launch.shape, options)) return cudaErrorInvalidValue;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = options.cluster_size;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = options.num_ctas;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = replication_shared_bytes(launch.shape, options);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = options.cluster_size > 1 ? 1 : 0;
+  uint8_t* const* no_windows = nullptr;
+  return cudaLaunchKernelEx(&config, replication_kernel<UnicastFabric>, launch, no_windows);
+}
+
+cudaError_t launch_ready_gate(const DeviceTable* table, const uint32_t* generation,
+                              cudaStream_t stream) {
+  ready_gate_kernel<<<1, kMaxRanks, 0, stream>>>(table, generation);
+  return cudaGetLastError();
+}
+
+}  // namespace iser::cuda

@@ -1,0 +1,199 @@
+// The devices of a Domain as the replication kernel sees them, made by hand: heads, blocks, tables,
+// weights, and the call tags and plan that the plan kernel would have left. Devices share the GPUs
+// there are, so one GPU can hold many of them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "ffi/cuda/replication.cuh"
+
+namespace iser::cuda {
+
+#define CHECK(call)                                                      \
+  do {                                                                   \
+    const cudaError_t check_error = (call);                              \
+    if (check_error != cudaSuccess) {                                    \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
+                   cudaGetErrorString(check_error));                     \
+      std::exit(2);                                                      \
+    }                                                                    \
+  } while (0)
+
+inline int num_gpus() {
+  int count = 0;
+  CHECK(cudaGetDeviceCount(&count));
+  return count;
+}
+
+// Every GPU can read and write every other's memory, and has the kernels loaded.
+inline void prepare_gpus(int count) {
+  for (int a = 0; a < count; ++a) {
+    CHECK(cudaSetDevice(a));
+    CHECK(prepare_replication());
+    for (int b = 0; b < count; ++b) {
+      if (a != b) CHECK(cudaDeviceEnablePeerAccess(b, 0));
+    }
+  }
+}
+
+class World {
+ public:
+  World(const DomainShape& shape, int num_devices, int num_gpus, uint64_t timeout_ns)
+      : shape(shape),
+        layout(block_layout(shape)),
+        num_devices(num_devices),
+        ranks_per_device(shape.slots.num_ranks / num_devices) {
+    for (int d = 0; d < num_devices; ++d) devices_.push_back(make_device(d, d % num_gpus));
+    for (int d = 0; d < num_devices; ++d) write_table(d, timeout_ns);
+  }
+
+  ~World() {
+    for (const Device& device : devices_) {
+      CHECK(cudaSetDevice(device.gpu));
+      for (void* memory : {device.segment, device.weights, device.state}) CHECK(cudaFree(memory));
+      CHECK(cudaStreamDestroy(device.stream));
+    }
+  }
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  const DomainShape shape;
+  const BlockLayout layout;
+  const int num_devices, ranks_per_device;
+
+  int gpu(int device) const { return devices_[device].gpu; }
+  cudaStream_t stream(int device) const { return devices_[device].stream; }
+  DeviceHead* head(int device) const {
+    return reinterpret_cast<DeviceHead*>(devices_[device].segment);
+  }
+  BlockView block(int rank) const {
+    uint8_t* blocks = devices_[rank / ranks_per_device].segment + head_bytes(shape);
+    return {blocks + rank % ranks_per_device * layout.total, &layout};
+  }
+  // Plane 0 to 2 of a rank's first home expert.
+  uint8_t* weights(int rank, int plane) const {
+    const size_t rank_bytes = shape.slots.num_home() * shape.plane_bytes();
+    return devices_[rank / ranks_per_device].weights +
+           (static_cast<size_t>(plane) * ranks_per_device + rank % ranks_per_device) * rank_bytes;
+  }
+  const DeviceTable* table(int device) const {
+    return reinterpret_cast<const DeviceTable*>(devices_[device].state + kTableAt);
+  }
+  const uint32_t* generation(int device) const {
+    return reinterpret_cast<const uint32_t*>(devices_[device].state + kGenerationAt);
+  }
+
+  // What the plan kernel leaves behind: generation, call tags, rows and the plan's hash.
+  void set_plan(uint32_t generation, int32_t layer, const std::vector<Broadcast>& rows,
+                uint64_t hash) {
+    std::vector<MailTag> tags(shape.slots.num_ranks);
+    for (int r = 0; r < shape.slots.num_ranks; ++r) {
+      tags[r].tag = {generation, layer, 0, 1, 0, 0, {}};
+      for (int i = 0; i < 3; ++i)
+        tags[r].tag.weights[i] = reinterpret_cast<uint64_t>(weights(r, i));
+      set(&block(r).words()->plan_hash, hash);
+    }
+    const int32_t count = static_cast<int32_t>(rows.size());
+    for (int d = 0; d < num_devices; ++d) {
+      set(mail_tags(shape, head(d), generation), tags.data(), tags.size());
+      set(devices_[d].state + kGenerationAt, &generation, 1);
+      set(devices_[d].state + kCountAt, &count, 1);
+      set(devices_[d].state + kRowsAt, rows.data(), rows.size());
+    }
+  }
+
+  // The generation may stand elsewhere, so that calls in flight have one each.
+  void replicate(int device, const ReplicationOptions& options,
+                 const uint32_t* generation_word = nullptr) const {
+    uint8_t* state = devices_[device].state;
+    const ReplicationLaunch launch{table(device),
+                                   shape,
+                                   reinterpret_cast<const Broadcast*>(state + kRowsAt),
+                                   reinterpret_cast<const int32_t*>(state + kCountAt),
+                                   generation_word ? generation_word : generation(device),
+                                   reinterpret_cast<uint32_t*>(state + kDoneAt),
+                                   options};
+    CHECK(cudaSetDevice(gpu(device)));
+    CHECK(launch_replication(launch, stream(device)));
+  }
+
+  void gate(int device, const uint32_t* generation_word = nullptr) const {
+    CHECK(cudaSetDevice(gpu(device)));
+    CHECK(launch_ready_gate(table(device), generation_word ? generation_word : generation(device),
+                            stream(device)));
+  }
+
+  void synchronize() const {
+    for (int d = 0; d < num_devices; ++d) {
+      CHECK(cudaSetDevice(gpu(d)));
+      CHECK(cudaStreamSynchronize(stream(d)));
+    }
+  }
+
+  template <typename T>
+  static T get(const T* device_word) {
+    T value;
+    CHECK(cudaMemcpy(&value, device_word, sizeof(T), cudaMemcpyDefault));
+    return value;
+  }
+  template <typename T, typename U>
+  static void set(U* target, const T* values, size_t count) {
+    if (count) CHECK(cudaMemcpy(target, values, count * sizeof(T), cudaMemcpyDefault));
+  }
+  template <typename T>
+  static void set(T* device_word, T value) {
+    set(device_word, &value, 1);
+  }
+
+ private:
+  struct Device {
+    int gpu;
+    cudaStream_t stream;
+    uint8_t *segment, *weights, *state;
+  };
+  // Offsets in a device's state: what its plan and its options keep between calls.
+  static constexpr size_t kGenerationAt = 0, kCountAt = 4, kDoneAt = 8, kTableAt = 128,
+                          kRowsAt = kTableAt + (sizeof(DeviceTable) + 127) / 128 * 128;
+
+  Device make_device(int, int gpu) const {
+    Device device{gpu, nullptr, nullptr, nullptr, nullptr};
+    const size_t segment = head_bytes(shape) + ranks_per_device * layout.total;
+    const size_t home = 3 * shape.slots.num_home() * ranks_per_device * shape.plane_bytes();
+    const size_t rows = static_cast<size_t>(shape.slots.num_ranks) * shape.slots.num_helper_slots;
+    const size_t state = kRowsAt + rows * sizeof(Broadcast);
+    int lowest = 0, highest = 0;
+    CHECK(cudaSetDevice(gpu));
+    CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamNonBlocking, highest));
+    CHECK(cudaMalloc(&device.segment, segment));
+    CHECK(cudaMalloc(&device.weights, home));
+    CHECK(cudaMalloc(&device.state, state));
+    CHECK(cudaMemset(device.segment, 0, segment));
+    CHECK(cudaMemset(device.state, 0, state));
+    CHECK(cudaDeviceSynchronize());
+    return device;
+  }
+
+  void write_table(int device, uint64_t timeout_ns) {
+    DeviceTable table{};
+    table.shape = shape;
+    table.layout = layout;
+    table.num_devices = num_devices;
+    table.ranks_per_device = ranks_per_device;
+    table.device = device;
+    table.first_rank = device * ranks_per_device;
+    table.timeout_ns = table.startup_timeout_ns = timeout_ns;
+    for (int d = 0; d < num_devices; ++d) table.heads[d] = head(d);
+    for (int r = 0; r < shape.slots.num_ranks; ++r) table.blocks[r] = block(r).base;
+    set(devices_[device].state + kTableAt, &table, 1);
+  }
+
+  std::vector<Device> devices_;
+};
+
+}  // namespace iser::cuda
