@@ -8,6 +8,12 @@ namespace iser::cuda {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+// The warp's index by way of lane 0: so the compiler knows that branches on it are the same for all
+// lanes, and does not guard every warp operation behind them against divergence.
+__device__ inline int32_t warp_index() {
+  return __shfl_sync(kFullWarp, static_cast<int32_t>(threadIdx.x / 32), 0);
+}
+
 // A broadcast in one word: where its entries start, its group and its owner. Its hosts are its
 // entries, in rank order.
 struct Row {

@@ -15,7 +15,7 @@ __device__ inline void sum_counts(const PlanConfig& config, const int32_t* count
   const int32_t home = experts / ranks, limit = config.slots.num_helper_slots;
   const int32_t lane = threadIdx.x % 32;
   const int32_t width = home > 16 ? 32 : home > 8 ? 16 : 8, step = 32 / width;
-  for (int32_t r = threadIdx.x / 32; r < ranks; r += blockDim.x / 32) {
+  for (int32_t r = warp_index(); r < ranks; r += blockDim.x / 32) {
     int32_t* totals = arrays.totals + r * home;
     int32_t load = 0;
     for (int32_t first = 0; first < home; first += width) {

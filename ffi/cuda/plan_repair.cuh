@@ -9,7 +9,7 @@ namespace iser::cuda {
 __device__ inline void index_hosts(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t ranks = config.slots.num_ranks, limit = 2 * config.slots.num_helper_slots;
   const int32_t lane = threadIdx.x % 32, count = arrays.scalars[kCount];
-  for (int32_t r = threadIdx.x / 32; r < ranks; r += blockDim.x / 32) {
+  for (int32_t r = warp_index(); r < ranks; r += blockDim.x / 32) {
     int32_t num_hosted = 0, widest = INT32_MAX;
     for (int32_t first = 0; first < count; first += 32) {
       const int32_t b = first + lane;
@@ -104,7 +104,11 @@ __device__ inline void repair_barrier(int32_t num_warps) {
   if (num_warps == 1) {
     __syncwarp();
   } else {
+#if defined(ISER_SIMT)
+    simt::named_barrier(num_warps * 32);
+#else
     asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
+#endif
   }
 }
 

@@ -19,7 +19,7 @@ struct RouteRange {
   int32_t warp_begin, warp_end;
 
   __device__ static RouteRange of(int32_t num_routes, int32_t cta, int32_t num_ctas) {
-    const int32_t warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    const int32_t warps = blockDim.x / 32, warp = warp_index();
     const int32_t per_cta = (num_routes + num_ctas - 1) / num_ctas;
     RouteRange range;
     range.begin = min(cta * per_cta, num_routes);
@@ -47,7 +47,7 @@ __device__ inline void rank_in_warp(const int32_t* ids, const RouteRange& range,
                                     int32_t num_experts, int32_t* warp_counts, uint32_t* packed) {
   constexpr int32_t kBatch = 8;
   const int32_t lane = threadIdx.x % 32, bits = 32 - __clz(num_experts);
-  int32_t* counts = warp_counts + threadIdx.x / 32 * num_experts;
+  int32_t* counts = warp_counts + warp_index() * num_experts;
   for (int32_t first = range.warp_begin; first < range.warp_end; first += 32 * kBatch) {
     int32_t id[kBatch];
 #pragma unroll
@@ -92,7 +92,7 @@ __device__ inline void sum_warps(int32_t num_experts, int32_t* warp_counts, int3
 __device__ inline void finish_places(const RouteRange& range, int32_t num_experts,
                                      const int32_t* warp_counts, const int32_t* before_cta,
                                      uint32_t* packed) {
-  const int32_t* before_warp = warp_counts + threadIdx.x / 32 * num_experts;
+  const int32_t* before_warp = warp_counts + warp_index() * num_experts;
 #pragma unroll 4
   for (int32_t route = range.warp_begin + threadIdx.x % 32; route < range.warp_end; route += 32) {
     const uint32_t word = packed[route - range.begin];
@@ -158,7 +158,7 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
   const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
   const int32_t home = experts / ranks, stride = home + config.slots.num_helper_slots;
   const int32_t lane = threadIdx.x % 32;
-  for (int32_t b = threadIdx.x / 32; b < plan.scalars[kCount]; b += blockDim.x / 32) {
+  for (int32_t b = warp_index(); b < plan.scalars[kCount]; b += blockDim.x / 32) {
     const Hosts hosts(Row{plan.rows[b]}, ranks);
     const int32_t expert = plan.expert[b], helper = plan.helper[b];
     const int32_t home_slot = rewrite.home[expert].slot();
@@ -201,7 +201,7 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
 
 // Counts by slot become starts: exclusive sums over the CTA. Begins after and ends with a barrier.
 __device__ inline void scan_slots(int32_t num_slots, const RewriteArrays& rewrite) {
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t lane = threadIdx.x % 32, warp = warp_index();
   const int32_t each = (num_slots + blockDim.x - 1) / blockDim.x;
   const int32_t begin = min(static_cast<int32_t>(threadIdx.x) * each, num_slots);
   const int32_t end = min(begin + each, num_slots);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "ffi/cuda/plan.cuh"
+#include "tests/cuda/plan_cases.h"
 
 #define CHECK_CUDA(call)                                                                  \
   do {                                                                                    \
@@ -188,82 +189,5 @@ struct TestDomain {
     return words;
   }
 };
-
-// The C++ core's plan of some counts.
-struct CorePlan {
-  std::vector<Broadcast> broadcasts;
-  std::vector<int32_t> quota, load_before, load;
-  int32_t num_broadcasts = 0, target = 0;
-  uint64_t hash = 0;
-
-  CorePlan(const PlanConfig& config, const std::vector<int32_t>& counts, const int32_t* resident)
-      : broadcasts(config.max_broadcasts()),
-        quota(static_cast<size_t>(config.max_broadcasts()) * config.slots.num_ranks),
-        load_before(config.slots.num_ranks),
-        load(config.slots.num_ranks) {
-    std::vector<int64_t> scratch(plan_scratch_bytes(config) / sizeof(int64_t) + 1);
-    const PlanView view{broadcasts.data(), quota.data(),    load_before.data(),
-                        load.data(),       &num_broadcasts, &target};
-    plan_counts(config, counts.data(), resident, plan_scratch(config, scratch.data()), view);
-    hash = plan_hash(config, view);
-  }
-};
-
-// A source's routes rewritten from haloq::source_share, one route after the other.
-struct CoreRoutes {
-  std::vector<int32_t> route_slot, starts, send;
-
-  CoreRoutes(const PlanConfig& config, const CorePlan& plan, const std::vector<int32_t>& counts,
-             const int32_t* ids, size_t num_routes, int32_t source)
-      : route_slot(num_routes, -1), starts(config.slots.num_slots() + 1, 0) {
-    const SlotSpace& slots = config.slots;
-    std::vector<std::vector<int32_t>> where(slots.num_experts);  // by expert: slot of each place
-    for (int32_t b = 0; b < plan.num_broadcasts; ++b) {
-      const Broadcast& row = plan.broadcasts[b];
-      std::vector<int32_t> share(slots.num_ranks);
-      source_share(config, counts.data(), row.expert,
-                   plan.quota.data() + static_cast<size_t>(b) * slots.num_ranks, source,
-                   share.data());
-      const auto give = [&](int32_t host) {
-        const int32_t slot = host == row.owner ? slots.home_slot(row.expert)
-                                               : slots.helper_slot(host, row.helper_idx);
-        where[row.expert].insert(where[row.expert].end(), share[host], slot);
-      };
-      give(source);
-      for (int32_t h = 0; h < slots.num_ranks; ++h) {
-        if (h != source) give(h);
-      }
-    }
-    std::vector<int32_t> place(slots.num_experts, 0);
-    std::vector<std::vector<int32_t>> by_slot(slots.num_slots());
-    for (size_t i = 0; i < num_routes; ++i) {
-      if (!is_valid_expert(ids[i], slots.num_experts)) continue;
-      const auto& list = where[ids[i]];
-      route_slot[i] = list.empty() ? slots.home_slot(ids[i]) : list.at(place[ids[i]]++);
-      by_slot[route_slot[i]].push_back(i);
-    }
-    for (int32_t s = 0; s < slots.num_slots(); ++s) {
-      starts[s + 1] = starts[s] + by_slot[s].size();
-      send.insert(send.end(), by_slot[s].begin(), by_slot[s].end());
-    }
-  }
-};
-
-// Popularity of 384 experts as in the paper's mixed trace (Top-1/2/4/8/16 hold
-// 4.69/8.07/13.02/19.92/29.40 %), with a decaying tail; shuffled. Other sizes are cut or repeated.
-inline std::vector<double> paper_popularity(int32_t num_experts, std::mt19937& rng) {
-  std::vector<double> share;
-  for (int i = 0; i < num_experts; ++i) {
-    const int at = i % 384;
-    share.push_back(at == 0   ? 4.69
-                    : at == 1 ? 3.38
-                    : at < 4  ? 2.475
-                    : at < 8  ? 1.725
-                    : at < 16 ? 1.185
-                              : 0.9 * std::exp(-(at - 16) / 79.0));
-  }
-  std::shuffle(share.begin(), share.end(), rng);
-  return share;
-}
 
 }  // namespace iser::cuda

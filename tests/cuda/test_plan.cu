@@ -25,57 +25,6 @@ void report(const std::string& name, const std::string& why) {
   std::fflush(stdout);
 }
 
-template <typename T, typename U>
-std::string first_difference(const char* what, const T* got, const U* want, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    if (static_cast<int64_t>(got[i]) == static_cast<int64_t>(want[i])) continue;
-    return std::string(what) + "[" + std::to_string(i) + "] is " + std::to_string(got[i]) +
-           ", should be " + std::to_string(want[i]);
-  }
-  return "";
-}
-
-int32_t pick(std::mt19937& rng, std::initializer_list<int32_t> from) {
-  return *(from.begin() + rng() % from.size());
-}
-
-PlanConfig random_config(std::mt19937& rng, int32_t ranks) {
-  const int32_t most = 1024 / ranks;
-  PlanConfig config{};
-  config.slots.num_ranks = ranks;
-  config.slots.num_experts = ranks * (rng() % 4 ? 1 + rng() % std::min(most, 48) : most);
-  config.slots.num_helper_slots = pick(rng, {0, 1, 2, 3, 3, 4, 4, 5, 8, 16});
-  config.min_group_size = pick(rng, {1, 2, 4, 4, 4, 8});
-  config.min_routes = rng() % 4 ? 0 : rng() % 200;
-  config.gain_threshold = rng() % 5 ? 0 : 1000 + rng() % 800;
-  config.copy_rule = static_cast<CopyRule>(rng() % 4 ? 0 : rng() % 3);
-  return config;
-}
-
-// Weights [P, E] of a workload: W0 balanced, W1 hot experts, W2 hot rank, W3 spread hot, W4 ragged
-// sources, W5 a zero expert and a zero rank, W6 a hotspot that rotates, W7 a burst.
-std::vector<double> workload(std::mt19937& rng, int kind, int32_t ranks, int32_t experts) {
-  std::vector<double> weight(static_cast<size_t>(ranks) * experts, 1.0);
-  const int32_t home = experts / ranks, at = rng() % ranks, step = rng() % experts;
-  for (int32_t s = 0; s < ranks; ++s) {
-    for (int32_t e = 0; e < experts; ++e) {
-      double& w = weight[static_cast<size_t>(s) * experts + e];
-      switch (kind) {
-        case 1: w = e % 17 == at % 17 ? 20 : 1; break;
-        case 2: w = e / home == at ? 9 : 1; break;
-        case 3: w = e % home == 0 ? 6 : 1; break;
-        case 4: w = (1.0 + s % 5) * (e % 11 == 3 ? 8 : 1); break;
-        case 5: w = e == step || e / home == at ? 0 : 1 + (e % 7 == 1) * 5; break;
-        case 6: w = (e + step) % experts < 1 + experts / 16 ? 15 : 1; break;
-        case 7: w = s == at && e % 5 == 0 ? 40 : 1; break;
-        case 8: w = std::exp(2.0 * std::sin(e * 12.9898 + step) + std::sin(s * 4.1 + e)); break;
-        default: break;
-      }
-    }
-  }
-  return weight;
-}
-
 std::string compare_plan(const PlanConfig& config, const CorePlan& want,
                          const std::vector<int32_t>& broadcasts, const std::vector<int32_t>& quota,
                          const std::vector<int32_t>& load_before, const std::vector<int32_t>& load,
@@ -92,14 +41,6 @@ std::string compare_plan(const PlanConfig& config, const CorePlan& want,
   check("quota", quota.data(), want.quota.data(), want.quota.size());
   (void)config;
   return why;
-}
-
-std::string describe(const PlanConfig& c) {
-  char text[160];
-  std::snprintf(text, sizeof text, "P=%d E=%d S=%d group>=%d routes>=%d gain=%d rule=%d",
-                c.slots.num_ranks, c.slots.num_experts, c.slots.num_helper_slots, c.min_group_size,
-                c.min_routes, c.gain_threshold, static_cast<int>(c.copy_rule));
-  return text;
 }
 
 // Stages 2 to 4 alone.
@@ -122,20 +63,8 @@ void test_counts(int32_t ranks, int32_t cases) {
     for (size_t j = 0; j < host_counts.size(); ++j) {
       host_counts[j] = static_cast<int32_t>(weight[j] * scale * (rng() % 1024) / 512);
     }
-    std::vector<int32_t> table(std::max(rows, 1), -1);
     const bool with_table = rng() % 4 == 0;
-    if (with_table && rows > 0) {  // what a plan of these counts would leave, partly
-      const CorePlan before(config, host_counts, nullptr);
-      for (int32_t b = 0; b < before.num_broadcasts; ++b) {
-        const Group group = before.broadcasts[b].group(ranks);
-        for (int32_t r = group.begin; r < group.end; ++r) {
-          if (rng() % 16) {
-            table[r * config.slots.num_helper_slots + before.broadcasts[b].helper_idx] =
-                before.broadcasts[b].expert;
-          }
-        }
-      }
-    }
+    const std::vector<int32_t> table = random_table(rng, config, host_counts);
     const CorePlan want(config, host_counts, with_table ? table.data() : nullptr);
     broadcasts_seen += want.num_broadcasts;
     counts.put(host_counts);
@@ -170,22 +99,6 @@ void test_counts(int32_t ranks, int32_t cases) {
          bad == 0 ? "" : std::to_string(bad) + " differ; first " + first_bad);
 }
 
-std::vector<std::vector<int32_t>> draw_ids(std::mt19937& rng, int kind, const PlanConfig& config,
-                                           size_t num_routes) {
-  const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
-  const auto weight = workload(rng, kind, ranks, experts);
-  std::vector<std::vector<int32_t>> ids(ranks);
-  for (int32_t s = 0; s < ranks; ++s) {
-    std::discrete_distribution<int32_t> draw(weight.begin() + static_cast<size_t>(s) * experts,
-                                             weight.begin() + (static_cast<size_t>(s) + 1) * experts);
-    for (size_t i = 0; i < num_routes; ++i) {
-      const uint32_t odd = rng() % 64;
-      ids[s].push_back(odd == 0 ? -1 : odd == 1 ? experts : odd == 2 ? INT32_MIN : draw(rng));
-    }
-  }
-  return ids;
-}
-
 struct HostTables {  // resident slot tables, by bank
   std::vector<int32_t> version;
   std::vector<std::vector<int32_t>> expert;
@@ -196,7 +109,8 @@ std::string check_call(TestDomain& domain, std::mt19937& rng, int kind, uint32_t
                        HostTables& tables) {
   const PlanConfig& config = domain.sizes.config;
   const SlotSpace& slots = config.slots;
-  const int32_t num_tokens = rng() % 5 ? domain.sizes.max_tokens : rng() % 9;
+  const int32_t num_tokens = rng() % 5 ? domain.sizes.max_tokens
+                                       : std::min<int32_t>(rng() % 9, domain.sizes.max_tokens);
   const size_t routes = static_cast<size_t>(num_tokens) * domain.sizes.top_k;
   const auto ids = draw_ids(rng, kind, config, routes);
   const int32_t layer = rng() % 4, version = rng() % 8 == 0;
@@ -222,12 +136,7 @@ std::string check_call(TestDomain& domain, std::mt19937& rng, int kind, uint32_t
   }
   domain.sync();
 
-  std::vector<int32_t> counts(static_cast<size_t>(slots.num_ranks) * slots.num_experts, 0);
-  for (int32_t s = 0; s < slots.num_ranks; ++s) {
-    for (int32_t id : ids[s]) {
-      if (is_valid_expert(id, slots.num_experts)) ++counts[s * slots.num_experts + id];
-    }
-  }
+  const std::vector<int32_t> counts = count_ids(config, ids);
   PlanConfig effective = config;
   if (!is_balanced) effective.gain_threshold = INT32_MAX;
   const int32_t bank = layer % domain.sizes.num_banks;
