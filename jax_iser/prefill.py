@@ -126,7 +126,8 @@ def measure(
     Args:
       model: a `jax_iser.models.MoELM` on a mesh.
       domain: a `Domain` that fits it, or for `method="reference"` a bare `DomainHandle`.
-      inputs, targets: `[chunks, P, tokens_per_rank]` i32; sequence r of a chunk is rank r's.
+      inputs, targets: `[chunks, sequences, length]` i32; a chunk's sequences come rank by rank,
+        as many for each.
       arms: names out of `ARMS`.
       repeats: runs of each chunk and arm.
       separator: target that is no text: it does not count for bits a byte.
@@ -255,7 +256,7 @@ def _append(record: ArmRecord, runs: list[_Run], targets, separator) -> None:
 
 
 def text_bits(logits: np.ndarray, targets: np.ndarray, separator: int) -> float:
-    """Bits of all `targets [P, tokens]` but separators under `logits [P, tokens, vocab]`."""
+    """Bits of all `targets [sequences, length]` but separators under `logits [..., vocab]`."""
     wide = logits.astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
     log_sum = np.log(np.exp(wide).sum(-1))

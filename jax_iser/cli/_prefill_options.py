@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunks",
         metavar="N",
         type=number(int, 1),
-        default=12,
-        help="chunks to read at most (default 12)",
+        default=6,
+        help="chunks to read at most (default 6)",
     )
     add(
         "--ep",
@@ -43,8 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-rank",
         metavar="N",
         type=number(int, 1),
+        default=1024,
+        help="bytes that a rank reads in a chunk (default 1024)",
+    )
+    add(
+        "--sequence-length",
+        metavar="N",
+        type=number(int, 1),
         default=512,
-        help="bytes of a rank's sequence in a chunk (default 512)",
+        help="bytes of a sequence, at most those of a rank, which reads several (default 512)",
     )
     add(
         "--ranks-per-device",
@@ -103,6 +110,12 @@ def check(args: argparse.Namespace) -> int:
     if args.ep % args.ranks_per_device:
         raise UsageError(
             f"--ep {args.ep} is not divisible by --ranks-per-device {args.ranks_per_device}"
+        )
+    args.sequence_length = min(args.sequence_length, args.tokens_per_rank)
+    if args.tokens_per_rank % args.sequence_length:
+        raise UsageError(
+            f"--tokens-per-rank {args.tokens_per_rank} is not divisible by "
+            f"--sequence-length {args.sequence_length}"
         )
     if args.record and set(args.arms) == {"fb"}:
         raise UsageError("--record with --arms fb: forced routing is no trace; add off or on")

@@ -22,6 +22,7 @@ def summarize(args, model: str, config, measurement: Measurement) -> dict:
         "ep": args.ep,
         "slots": args.slots,
         "tokens_per_rank": args.tokens_per_rank,
+        "sequence_length": args.sequence_length,
         "ranks_per_device": args.ranks_per_device,
         "min_group_size": args.min_group_size,
         "method": args.method,
@@ -82,21 +83,22 @@ def _rate(arm: str, measurement: Measurement) -> float | None:
     return measurement.tokens_per_chunk * record.seconds.size / float(record.seconds.sum())
 
 
-def write_trace(path: str, num_experts: int, num_ranks: int, measurement: Measurement) -> None:
+def write_trace(
+    path: str, num_experts: int, num_ranks: int, sequence_length: int, measurement: Measurement
+) -> None:
     """Writes the router's choices in the trace format that `jax-iser replay` reads.
 
     Tokens are in the order read: chunk by chunk, in a chunk rank by rank. A sequence is a request.
     """
     record = measurement.arms.get("off") or measurement.arms["on"]
     chunks, tokens, layers, top_k = record.topk_ids.shape
-    each = tokens // num_ranks
     ids = record.topk_ids.reshape(-1, layers, top_k)
-    rank = np.repeat(np.arange(num_ranks, dtype=np.int32), each)
+    rank = np.repeat(np.arange(num_ranks, dtype=np.int32), tokens // num_ranks)
     with open(path, "wb") as file:  # by name, NumPy would append .npz
         np.savez_compressed(
             file,
             topk_ids=ids.astype(np.uint8 if num_experts <= 256 else np.int16),
-            request_lengths=np.full(chunks * num_ranks, each, np.int32),
+            request_lengths=np.full(chunks * tokens // sequence_length, sequence_length, np.int32),
             num_experts=np.int32(num_experts),
             source_rank=np.tile(rank, chunks),
         )

@@ -67,7 +67,10 @@ def _domain_config(args, config):
 
 
 def _read_text(args):
-    """`[chunks, ep, tokens_per_rank] i32` inputs and next-byte targets, and what was read."""
+    """`[chunks, sequences, length] i32` inputs and next-byte targets, and what was read.
+
+    The sequences of a chunk come rank by rank.
+    """
     from jax_iser.models.data import sequences
 
     chunk = args.ep * args.tokens_per_rank
@@ -82,8 +85,8 @@ def _read_text(args):
             f"(--ep {args.ep} x --tokens-per-rank {args.tokens_per_rank}, and one target); give "
             "more text or lower one of them"
         )
-    shape = (chunks, args.ep, args.tokens_per_rank)
-    inputs, targets = sequences(stream[: chunks * chunk + 1], args.tokens_per_rank)
+    shape = (chunks, -1, args.sequence_length)
+    inputs, targets = sequences(stream[: chunks * chunk + 1], args.sequence_length)
     return inputs.reshape(shape), targets.reshape(shape), text
 
 
@@ -164,7 +167,8 @@ def _report(args, path, config, measurement) -> int:
     if args.plot:
         _prefill_views.plot(result, args.plot)
     if args.record:
-        _prefill_result.write_trace(args.record, config.num_experts, args.ep, measurement)
+        sizes = (config.num_experts, args.ep, args.sequence_length)
+        _prefill_result.write_trace(args.record, *sizes, measurement)
     write_json(args.json, result)
     return _exit_code(measurement)
 
