@@ -103,33 +103,53 @@ struct Outputs {
   }
 };
 
-// What one device's program does in one call; returns the call's error. The weights are freed as
-// soon as the call has completed, as XLA frees donated ones: nobody may still read them.
+// One device's part of one call. The weights are freed as soon as the call has completed, as XLA
+// frees donated ones: nobody may still read them.
+class DeviceCall {
+ public:
+  DeviceCall(Domain& domain, const Problem& problem, int32_t rank, const CallKey& key,
+             int32_t layer, bool is_balanced)
+      : problem_(problem), rank_(rank), device_(domain.device_of(rank)) {
+    const size_t ranks = domain.options.ranks_per_device, home = kExperts / kRanks;
+    StartCall call{};
+    call.layer = layer;
+    call.is_balanced = is_balanced;
+    call.num_tokens = kTokens;
+    call.topk_ids = problem.ids.data() + static_cast<size_t>(rank) * kTokens * kTopK;
+    for (int i = 0; i < 3; ++i) {
+      const float* first = problem.planes[i].data() + rank * home * kPlane;
+      planes_[i].assign(first, first + ranks * home * kPlane);
+      call.weights[i] = reinterpret_cast<const uint8_t*>(planes_[i].data());
+    }
+    generation_ = device_->start(key, call, {}, nullptr);
+  }
+
+  void fused_moe(Outputs& outputs) {
+    const size_t row = static_cast<size_t>(rank_) * kTokens;
+    device_->fused_moe(
+        generation_,
+        {reinterpret_cast<const uint8_t*>(problem_.x.data() + row * kHidden),
+         problem_.topk_weights.data() + row * kTopK, reinterpret_cast<uint8_t*>(outputs.y.data()),
+         outputs.plan(), [done = done_](const std::string& error) { done->set_value(error); }});
+  }
+
+  std::string wait() { return done_->get_future().get(); }
+
+ private:
+  const Problem& problem_;
+  const int32_t rank_;
+  Device* const device_;
+  std::vector<float> planes_[3];
+  uint32_t generation_;
+  std::shared_ptr<std::promise<std::string>> done_ = std::make_shared<std::promise<std::string>>();
+};
+
+// What one device's program does in one call; returns the call's error.
 std::string call_device(Domain& domain, const Problem& problem, int32_t rank, int64_t run,
                         int32_t layer, bool is_balanced, Outputs& outputs) {
-  const int32_t ranks = domain.options.ranks_per_device;
-  const size_t home = kExperts / kRanks;
-  StartCall call{};
-  call.layer = layer;
-  call.is_balanced = is_balanced;
-  call.num_tokens = kTokens;
-  call.topk_ids = problem.ids.data() + static_cast<size_t>(rank) * kTokens * kTopK;
-  std::vector<float> planes[3];
-  for (int i = 0; i < 3; ++i) {
-    const float* first = problem.planes[i].data() + rank * home * kPlane;
-    planes[i].assign(first, first + ranks * home * kPlane);
-    call.weights[i] = reinterpret_cast<const uint8_t*>(planes[i].data());
-  }
-  Device* device = domain.device_of(rank);
-  const uint32_t generation = device->start({run, 1}, call, {}, nullptr);
-  std::promise<std::string> done;
-  FusedCall fused{reinterpret_cast<const uint8_t*>(problem.x.data() +
-                                                   static_cast<size_t>(rank) * kTokens * kHidden),
-                  problem.topk_weights.data() + static_cast<size_t>(rank) * kTokens * kTopK,
-                  reinterpret_cast<uint8_t*>(outputs.y.data()), outputs.plan(),
-                  [&done](const std::string& error) { done.set_value(error); }};
-  device->fused_moe(generation, std::move(fused));
-  return done.get_future().get();
+  DeviceCall call(domain, problem, rank, {run, 1}, layer, is_balanced);
+  call.fused_moe(outputs);
+  return call.wait();
 }
 
 // One call of every device of every Domain, a thread each: all outputs in rank order.
@@ -221,6 +241,44 @@ void test_calls_in_flight() {
   for (auto& thread : threads) thread.join();
 }
 
+// Two calls of a program that nothing orders: half of the devices start and complete them in one
+// order, half in the other. Neither may take the other's counts, tokens or weights.
+void test_independent_calls() {
+  const Problem problems[2] = {Problem(1), Problem(2)};
+  const DomainOptions options = make_options(1, CopyRule::kPerSlot, 60'000);
+  Memory memory(options, 1);
+  Domain domain(options, memory.segments, 0);
+  std::vector<float> expected[2], found[2];
+  for (int i = 0; i < 2; ++i) {
+    expected[i] = call_all("independent", {&domain}, problems[i], 1 + i, 0, false);
+  }
+  std::vector<std::unique_ptr<Outputs>> outputs;
+  for (int i = 0; i < 2 * kRanks; ++i) outputs.push_back(std::make_unique<Outputs>(1));
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const int first = rank % 2, second = 1 - first;
+      std::unique_ptr<DeviceCall> calls[2];
+      for (const int i : {first, second}) {
+        calls[i] = std::make_unique<DeviceCall>(domain, problems[i], rank,
+                                                CallKey{3, static_cast<uint64_t>(10 + i)}, 0, true);
+      }
+      for (const int i : {second, first}) calls[i]->fused_moe(*outputs[2 * rank + i]);
+      for (const auto& call : calls) {
+        if (const std::string error = call->wait(); !error.empty()) fail("independent", error);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (int i = 0; i < 2; ++i) {
+    for (int32_t rank = 0; rank < kRanks; ++rank) {
+      const std::vector<float>& y = outputs[2 * rank + i]->y;
+      found[i].insert(found[i].end(), y.begin(), y.end());
+    }
+    expect_same("independent", found[i], expected[i]);
+  }
+}
+
 // A rank later than the limit: every call ends with an error, at once from then on.
 void test_late_rank(Stage stage, int32_t num_processes) {
   const std::string name = std::string("late at ") + stage_name(stage);
@@ -308,6 +366,7 @@ int main() {
   }
   test_bits(4, 1, CopyRule::kSami);
   test_calls_in_flight();
+  test_independent_calls();
   for (Stage stage : {Stage::kCounts, Stage::kDispatch, Stage::kReady}) test_late_rank(stage, 1);
   for (Stage stage : {Stage::kCounts, Stage::kStaged, Stage::kDispatch}) test_late_rank(stage, 2);
   test_close_in_flight(true);
