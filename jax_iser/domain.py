@@ -118,7 +118,7 @@ class Domain:
         """
         if not self._is_open:
             return
-        _wait_for_results()
+        _wait_for_results(self._devices)
         failure = self._failure()
         if failure is None:
             # Idle first: a process that leaves looks dead to calls that still wait.
@@ -315,14 +315,16 @@ def _check_mesh(mesh, axis):
         )
 
 
-def _wait_for_results():
-    """Waits for what programs have yet to deliver: their next layer may still need a Domain.
+def _wait_for_results(devices):
+    """Waits for what programs there have yet to deliver: their next layer may need the Domain.
 
     Each wait ends: the Domain's own have limits. Errors belong to whoever reads the results.
     """
+    devices = set(devices)
     for array in jax.live_arrays():
         try:
-            array.block_until_ready()
+            if devices & array.devices():
+                array.block_until_ready()
         except RuntimeError:  # failed, deleted or donated meanwhile
             continue
 
