@@ -231,6 +231,7 @@ void bench_op(int32_t ranks, int32_t max_ctas, bool is_cooperative, double clock
   device.grid.is_cooperative = is_cooperative;
   check_domain(domain);
   PlanLaunch call = domain.launch(0, 8192);
+  call.is_plan_only = 0;  // as a layer calls it
   const int32_t ctas = ranks * device.grid.ctas_per_rank;
   std::vector<double> span, first_to_last, part[7];
   call.stamps = device.stamps.data;
@@ -284,7 +285,11 @@ void bench_gpus(int32_t max_ctas, double clocks) {
     CHECK_CUDA(cudaEventCreate(&end[d]));
     cudaGraph_t graph;
     CHECK_CUDA(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kNodes; ++i) domain.run(d, domain.launch(d, 8192));
+    for (int i = 0; i < kNodes; ++i) {
+      PlanLaunch call = domain.launch(d, 8192);
+      call.is_plan_only = 0;
+      domain.run(d, call);
+    }
     CHECK_CUDA(cudaStreamEndCapture(device.stream, &graph));
     CHECK_CUDA(cudaGraphInstantiate(&exec[d], graph, 0));
   }
@@ -307,6 +312,7 @@ void bench_gpus(int32_t max_ctas, double clocks) {
     for (int d = 0; d < 2; ++d) {
       PlanLaunch call = domain.launch(d, 8192);
       call.stamps = domain.devices[d]->stamps.data;
+      call.is_plan_only = 0;
       domain.run(d, call);
     }
     domain.sync();

@@ -28,6 +28,7 @@ struct Smem {
   int32_t* before_cta;  // [E]
   int32_t* flags;       // [4]
   uint32_t* packed;     // [routes of the CTA], null where they do not fit
+  ExpertOrder order;
   int32_t* warp_counts;
   PlanArrays plan;
   RewriteArrays rewrite;
@@ -45,7 +46,11 @@ ISER_HD inline Smem carve(const PlanConfig& config, uint8_t* base, size_t num_pa
   smem.cta_counts = fixed.take<int32_t>(config.slots.num_experts);
   smem.before_cta = fixed.take<int32_t>(config.slots.num_experts);
   smem.flags = fixed.take<int32_t>(4);
-  smem.packed = num_packed > 0 ? fixed.take<uint32_t>(num_packed) : nullptr;
+  if (num_packed > 0) {
+    smem.packed = fixed.take<uint32_t>(num_packed);
+    smem.order = {fixed.take<int32_t>(config.slots.num_experts), fixed.take<int32_t>(1),
+                  fixed.take<uint16_t>(num_packed)};
+  }
   Carver early = fixed, late = fixed;
   smem.warp_counts = early.take<int32_t>(kPlanThreads / 32 * config.slots.num_experts);
   carve_plan(config, late, smem.plan);
@@ -229,6 +234,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       [&](int32_t first) {
         start_rewrite(config, smem.plan, smem.rewrite, rank, first);
         if (warp_index() == 1 && !tags_agree(table, tag, rank)) smem.flags[1] = 0;
+        if (warp_index() == 2 && smem.packed) {
+          order_experts(experts, smem.cta_counts, smem.before_cta, smem.order);
+        }
       });
   if (smem.flags[1] == 0) {
     write_failure(call, num_routes, generation);
@@ -243,8 +251,13 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   scan_slots(num_slots, smem.rewrite);
   spread_starts(config, smem.plan, smem.rewrite);
   const BlockView block = table.block(rank);
-  rewrite_routes(config, smem.plan, smem.rewrite, range, packed, route_slot,
-                 block.section<int32_t>(Section::kSendRoutes));
+  int32_t* send_routes = block.section<int32_t>(Section::kSendRoutes);
+  rewrite_routes(config, smem.plan, smem.rewrite, range, smem.order, packed, route_slot,
+                 send_routes);
+  if (smem.packed) {
+    __syncthreads();
+    store_ordered(range, smem.order, packed, send_routes);
+  }
   if (cta == 0) {
     int32_t* starts = block.section<int32_t>(Section::kSendStarts);
     for (int32_t s = threadIdx.x; s <= num_slots; s += blockDim.x) {
@@ -276,9 +289,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
   }
   if (call.is_plan_only && cta == 0 && threadIdx.x < 32) {
-    // No other op of this generation comes: its stages are passed here.
+    // No other op of this generation comes: its stages are passed here, and publish nothing.
     for (Stage stage : {Stage::kStaged, Stage::kDispatch, Stage::kReady}) {
-      arrive(table, stage, rank, generation);
+      pass(table, stage, rank, generation);
     }
   }
   stamps.mark(PlanStamp::kEnd);
@@ -348,7 +361,7 @@ cudaError_t prepare_plan(const PlanConfig& config, int32_t ranks_per_device, int
   }
   for (int32_t ctas = 16; ctas >= 1; ctas /= 2) {
     if (ctas > max_ctas_per_rank) continue;
-    *grid = {ranks_per_device, ctas, 0, true, true};
+    *grid = {ranks_per_device, ctas, max_routes, 0, true, true};
     grid->smem_bytes = carve(config, nullptr, packed_routes(*grid, max_routes)).bytes;
     if (static_cast<size_t>(grid->smem_bytes) > kMaxSharedBytes) {
       grid->is_packed_shared = false;
@@ -372,6 +385,7 @@ cudaError_t launch_plan(const PlanGrid& grid, const PlanLaunch& launch, cudaStre
   cudaLaunchConfig_t config = plan_config(grid, attributes);
   config.stream = stream;
   const int64_t routes = static_cast<int64_t>(launch.num_tokens) * launch.top_k;
+  if (routes > grid.max_routes) return cudaErrorInvalidValue;
   const int32_t packed = grid.is_packed_shared ? packed_routes(grid, routes) : 0;
   return cudaLaunchKernelEx(&config, plan_kernel, launch, packed);
 }

@@ -37,6 +37,7 @@ enum class PlanStamp : int32_t {
 struct PlanGrid {
   int32_t ranks_per_device;
   int32_t ctas_per_rank;  // one cluster a rank
+  int64_t max_routes;     // of a rank
   int32_t smem_bytes;
   bool is_packed_shared;  // the CTA's routes fit in shared memory
   bool is_cooperative;
@@ -76,6 +77,7 @@ struct PlanLaunch {
 cudaError_t prepare_plan(const PlanConfig& config, int32_t ranks_per_device, int64_t max_routes,
                          int32_t max_ctas_per_rank, PlanGrid* grid);
 
+// cudaErrorInvalidValue where the call has more routes than were prepared for.
 cudaError_t launch_plan(const PlanGrid& grid, const PlanLaunch& launch, cudaStream_t stream);
 
 // Stages 2 to 4 alone, on one CTA, from counts [num_ranks, num_experts]; all arrays in device

@@ -81,6 +81,8 @@ struct PlanArrays {
   int32_t* node_count;        // broadcasts to exactly this group
   int32_t* node_foreign;      // whether one of them has its owner outside
   int32_t* widest;            // [P] the owner's widest broadcast into its own group
+  uint32_t* can_trade;        // [rings/32, P] rings in which the rank's pair shares two broadcasts
+  uint8_t* level;             // [rings, P] the level of the rank's pair in that ring
   uint16_t* schedule;         // [rings, P] pair by level and first rank, or kNoPair
   uint16_t* pairs;            // [rings * P/2] first rank | second rank << 8
   uint32_t* pair_words;       // entries of a pair's broadcasts at its two ranks
@@ -129,6 +131,8 @@ ISER_HD inline void carve_plan(const PlanConfig& config, Carver& carver, PlanArr
   arrays.node_count = carver.take<int32_t>(kMaxNodes + 1);
   arrays.node_foreign = carver.take<int32_t>(kMaxNodes + 1);
   arrays.widest = carver.take<int32_t>(ranks);
+  arrays.can_trade = carver.take<uint32_t>((num_rings(ranks) + 31) / 32 * ranks);
+  arrays.level = carver.take<uint8_t>(num_rings(ranks) * ranks);
   arrays.schedule = carver.take<uint16_t>(num_rings(ranks) * ranks);
   arrays.pairs = carver.take<uint16_t>(max_pairs(ranks));
   arrays.pair_words =

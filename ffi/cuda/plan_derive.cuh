@@ -16,6 +16,8 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
   sum_counts(config, counts, arrays, copy);
   arrays.counts = copy ? copy : counts;
   __syncthreads();
+  choose_candidates(config, arrays);
+  __syncthreads();
   stamps.mark(PlanStamp::kSummed);
   if (warp == 0) {
     place(config, arrays);
@@ -28,8 +30,10 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
   if (arrays.scalars[kCount] > 0) {
     index_hosts(config, arrays);
     __syncthreads();
+    find_pairs(config, arrays);
+    __syncthreads();
     if (warp == 0) {
-      schedule_pairs(config, arrays);
+      level_pairs(config, arrays);
     } else {
       const Nodes nodes{config.slots.num_ranks,
                         num_group_levels(config.slots.num_ranks, config.min_group_size)};
@@ -37,6 +41,8 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
         arrays.helper[b] = helper_index(nodes, arrays, b);
       }
     }
+    __syncthreads();
+    schedule_pairs(config, arrays);
     __syncthreads();
     prepare_pairs(config, arrays);
     __syncthreads();

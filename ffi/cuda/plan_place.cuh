@@ -5,47 +5,46 @@
 
 namespace iser::cuda {
 
-// Totals by expert, where `copy` is given the counts too, and the rank's load and heaviest home
-// experts in order: one warp a rank, its lanes over columns and, where there are few, over rows.
-// Peers wrote the counts: no read through L1.
+// Totals by expert and, where `copy` is given, the counts: one thread an expert, kBatch rows in
+// flight. Peers wrote the counts: no read through L1.
+template <int kBatch>
 __device__ inline void sum_counts(const PlanConfig& config, const int32_t* counts,
                                   const PlanArrays& arrays, int32_t* copy) {
-  constexpr int32_t kBatch = 8;
   const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
-  const int32_t home = experts / ranks, limit = config.slots.num_helper_slots;
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t width = home > 16 ? 32 : home > 8 ? 16 : 8, step = 32 / width;
-  for (int32_t r = warp_index(); r < ranks; r += blockDim.x / 32) {
-    int32_t* totals = arrays.totals + r * home;
-    int32_t load = 0;
-    for (int32_t first = 0; first < home; first += width) {
-      const int32_t h = first + lane % width;
-      const int32_t* column = counts + r * home + h;
-      int32_t total = 0;
-      for (int32_t row = lane / width; row < ranks; row += kBatch * step) {
-        int32_t value[kBatch];
+  for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) {
+    int32_t total = 0;
+    for (int32_t first = 0; first < ranks; first += kBatch) {
+      int32_t value[kBatch];
 #pragma unroll
-        for (int32_t i = 0; i < kBatch; ++i) {
-          const bool is_in = h < home && row + i * step < ranks;
-          value[i] = is_in ? __ldcg(column + (row + i * step) * experts) : 0;
-        }
-#pragma unroll
-        for (int32_t i = 0; i < kBatch; ++i) {
-          total += value[i];
-          if (copy && h < home && row + i * step < ranks) {
-            copy[(row + i * step) * experts + r * home + h] = value[i];
-          }
-        }
+      for (int32_t i = 0; i < kBatch; ++i) {
+        value[i] = first + i < ranks ? __ldcg(counts + (first + i) * experts + e) : 0;
       }
-      for (int32_t d = width; d < 32; d *= 2) total += __shfl_xor_sync(kFullWarp, total, d);
-      if (lane < width && h < home) {
-        totals[h] = total;
-        load += total;
+#pragma unroll
+      for (int32_t i = 0; i < kBatch; ++i) {
+        total += value[i];
+        if (copy && first + i < ranks) copy[(first + i) * experts + e] = value[i];
       }
     }
+    arrays.totals[e] = total;
+  }
+}
+
+__device__ inline void sum_counts(const PlanConfig& config, const int32_t* counts,
+                                  const PlanArrays& arrays, int32_t* copy) {
+  if (config.slots.num_ranks <= 8) return sum_counts<8>(config, counts, arrays, copy);
+  return sum_counts<32>(config, counts, arrays, copy);
+}
+
+// The rank's load and its heaviest home experts in order: one warp a rank.
+__device__ inline void choose_candidates(const PlanConfig& config, const PlanArrays& arrays) {
+  const int32_t ranks = config.slots.num_ranks, home = config.slots.num_home();
+  const int32_t lane = threadIdx.x % 32, limit = config.slots.num_helper_slots;
+  for (int32_t r = warp_index(); r < ranks; r += blockDim.x / 32) {
+    const int32_t* totals = arrays.totals + r * home;
+    int32_t load = 0;
+    for (int32_t h = lane; h < home; h += 32) load += totals[h];
     load = __reduce_add_sync(kFullWarp, load);
     if (lane == 0) arrays.load_before[r] = load;
-    __syncwarp();
     int32_t last_total = INT32_MAX, last = -1;
     for (int32_t i = 0; i < min(limit, home); ++i) {
       int32_t best = -1, at = INT32_MAX;

@@ -5,6 +5,13 @@
 
 namespace iser::cuda {
 
+// The rank that `rank` meets in ring t; n - 1 meets whoever would meet itself.
+__device__ inline int32_t ring_partner(int32_t n, int32_t t, int32_t rank) {
+  int32_t i = rank == n - 1 ? 0 : rank - t + 1;
+  if (i <= 0 && rank != n - 1) i += n - 1;
+  return haloq::ring_member(n, t, n - 1 - i);
+}
+
 // What the ranks host, and what each lacks of it: one warp a rank, its lanes over broadcasts.
 __device__ inline void index_hosts(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t ranks = config.slots.num_ranks, limit = 2 * config.slots.num_helper_slots;
@@ -36,46 +43,65 @@ __device__ inline void index_hosts(const PlanConfig& config, const PlanArrays& a
   }
 }
 
-// Puts the pairs that can trade at all into levels, by one warp: a pair comes after all earlier
-// pairs with one of its ranks, and pairs of one level have no rank in common, so the levels do what
-// the rings do one after the other. A broadcast never both gives and takes: pairs that share fewer
-// than two never trade.
+// Which of a rank's pairs can trade at all: one warp a rank, its lanes over rings. A broadcast never
+// both gives and takes, so pairs that share fewer than two never trade.
+__device__ inline void find_pairs(const PlanConfig& config, const PlanArrays& arrays) {
+  const int32_t ranks = config.slots.num_ranks, n = ranks + ranks % 2;
+  const int32_t lane = threadIdx.x % 32, words = (arrays.scalars[kCount] + 31) / 32;
+  for (int32_t r = warp_index(); r < ranks; r += blockDim.x / 32) {
+    for (int32_t first = 0; first < n - 1; first += 32) {
+      const int32_t t = first + lane, partner = ring_partner(n, t, r);
+      int32_t shared = 0;
+      if (t < n - 1 && partner < ranks) {
+        for (int32_t w = 0; w < words; ++w) {
+          shared += __popc(arrays.hosts[w * ranks + r] & arrays.hosts[w * ranks + partner]);
+        }
+      }
+      const uint32_t can = __ballot_sync(kFullWarp, shared >= 2);
+      if (lane == 0) arrays.can_trade[first / 32 * ranks + r] = can;
+    }
+  }
+}
+
+// Gives each of those pairs a level, by one warp: one more than all earlier pairs with one of its
+// ranks. Pairs of one level have no rank in common, so the levels, one after the other, do what the
+// rings do.
 template <int R>
-__device__ void schedule_pairs(const PlanConfig& config, const PlanArrays& arrays) {
+__device__ void level_pairs(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t ranks = config.slots.num_ranks, lane = threadIdx.x % 32;
-  const int32_t n = ranks + ranks % 2, words = (arrays.scalars[kCount] + 31) / 32;
-  int32_t level[R] = {}, num_pairs = 0;
-#pragma unroll 2
+  const int32_t n = ranks + ranks % 2;
+  int32_t level[R] = {}, partner[R];
+  uint32_t can[R] = {};
+#pragma unroll
+  for (int k = 0; k < R; ++k) {
+    const int32_t r = 32 * k + lane;  // the partner of ring -1
+    partner[k] = r == n - 1 ? n - 3 : 2 * (n - 1) - 4 - r;
+    while (partner[k] >= n - 1) partner[k] -= n - 1;
+    while (partner[k] < 0) partner[k] += n - 1;
+  }
   for (int32_t t = 0; t < n - 1; ++t) {
-    int32_t partner[R], after[R];
-    bool is_first[R], can[R];
+    int32_t other[R];
 #pragma unroll
     for (int k = 0; k < R; ++k) {
       const int32_t r = 32 * k + lane;
-      int32_t i = r - t + 1;
-      if (i <= 0) i += n - 1;
-      if (r == n - 1) i = 0;
-      partner[k] = haloq::ring_member(n, t, n - 1 - i);
-      is_first[k] = i < n / 2;
-      int32_t shared = 0;
-      can[k] = r < ranks && partner[k] < ranks;
-      for (int32_t w = 0; w < words && can[k]; ++w) {
-        shared += __popc(arrays.hosts[w * ranks + r] & arrays.hosts[w * ranks + partner[k]]);
-      }
-      can[k] = shared >= 2;
+      if (t % 32 == 0 && r < ranks) can[k] = arrays.can_trade[t / 32 * ranks + r];
+      // From ring to ring the last rank's partner moves by one, every other's by two.
+      partner[k] += r == n - 1 ? 1 : 2;
+      if (partner[k] >= n - 1) partner[k] -= n - 1;
     }
 #pragma unroll
-    for (int k = 0; k < R; ++k) after[k] = max(level[k], value_at(level, partner[k] & 127));
+    for (int k = 0; k < R; ++k) {
+      const int32_t r = 32 * k + lane;
+      other[k] = value_at(level, (partner[k] == r ? n - 1 : partner[k]) & 127);
+    }
 #pragma unroll
     for (int k = 0; k < R; ++k) {
-      const uint32_t all = __ballot_sync(kFullWarp, can[k] && is_first[k]);
-      if (can[k]) level[k] = after[k] + 1;
-      if (can[k] && is_first[k]) {
-        const int32_t r = 32 * k + lane, pair = num_pairs + __popc(all & ((1u << lane) - 1));
-        arrays.pairs[pair] = r | partner[k] << 8;
-        arrays.schedule[after[k] * ranks + r] = pair;
+      const int32_t r = 32 * k + lane;
+      if (can[k] >> (t & 31) & 1) {
+        other[k] = max(level[k], other[k]);
+        arrays.level[t * ranks + r] = other[k];
+        level[k] = other[k] + 1;
       }
-      num_pairs += __popc(all);
     }
   }
   int32_t levels = 0;
@@ -84,9 +110,23 @@ __device__ void schedule_pairs(const PlanConfig& config, const PlanArrays& array
   levels = __reduce_max_sync(kFullWarp, levels);
   if (lane == 0) {
     arrays.scalars[kLevels] = levels;
-    arrays.scalars[kPairs] = num_pairs;
+    arrays.scalars[kPairs] = 0;
     arrays.scalars[kChangedA] = arrays.scalars[kChangedB] = -1;
     arrays.lack[arrays.scalars[kEntries]] = 0;
+  }
+}
+
+// Numbers the pairs, in any order, and enters them by level and first rank.
+__device__ inline void schedule_pairs(const PlanConfig& config, const PlanArrays& arrays) {
+  const int32_t ranks = config.slots.num_ranks, n = ranks + ranks % 2;
+  for (int32_t t = warp_index(); t < n - 1; t += blockDim.x / 32) {
+    for (int32_t i = threadIdx.x % 32; i < n / 2; i += 32) {
+      const int32_t a = haloq::ring_member(n, t, i), c = haloq::ring_member(n, t, n - 1 - i);
+      if (a >= ranks || (arrays.can_trade[t / 32 * ranks + a] >> (t & 31) & 1) == 0) continue;
+      const int32_t pair = atomicAdd(&arrays.scalars[kPairs], 1);
+      arrays.pairs[pair] = a | c << 8;
+      arrays.schedule[arrays.level[t * ranks + a] * ranks + a] = pair;
+    }
   }
 }
 
@@ -232,9 +272,9 @@ __device__ inline void prepare_pairs(const PlanConfig& config, const PlanArrays&
   }
 }
 
-__device__ inline void schedule_pairs(const PlanConfig& config, const PlanArrays& arrays) {
-  if (config.slots.num_ranks <= 32) return schedule_pairs<1>(config, arrays);
-  return schedule_pairs<4>(config, arrays);
+__device__ inline void level_pairs(const PlanConfig& config, const PlanArrays& arrays) {
+  if (config.slots.num_ranks <= 32) return level_pairs<1>(config, arrays);
+  return level_pairs<4>(config, arrays);
 }
 
 __device__ inline void repair(const PlanConfig& config, const PlanArrays& arrays) {

@@ -119,6 +119,34 @@ struct __align__(16) SourceShare {
   int32_t start;    // of that slot
 };
 
+// The CTA's routes by expert and place; null where they do not fit in shared memory.
+struct ExpertOrder {
+  int32_t* first;       // [E] where an expert's routes start, less the place of the first
+  int32_t* num_routes;  // valid ones
+  uint16_t* routes;     // [routes of the CTA]
+};
+
+// Where each expert's routes start: one warp, lanes over runs of experts.
+__device__ inline void order_experts(int32_t num_experts, const int32_t* cta_counts,
+                                     const int32_t* before_cta, const ExpertOrder& order) {
+  const int32_t lane = threadIdx.x % 32, each = (num_experts + 31) / 32;
+  const int32_t begin = min(lane * each, num_experts), end = min(begin + each, num_experts);
+  int32_t own = 0;
+  for (int32_t e = begin; e < end; ++e) own += cta_counts[e];
+  int32_t sum = own;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int32_t below = __shfl_up_sync(kFullWarp, sum, d);
+    if (lane >= d) sum += below;
+  }
+  if (lane == 31) *order.num_routes = sum;
+  int32_t start = sum - own;
+  for (int32_t e = begin; e < end; ++e) {
+    order.first[e] = start - before_cta[e];
+    start += cta_counts[e];
+  }
+}
+
 struct RewriteArrays {
   HomeEntry* home;     // [E]
   SourceShare* share;  // [B]
@@ -262,10 +290,11 @@ __device__ inline RoutePlace shared_place(const PlanConfig& config, const PlanAr
   return {slot, rewrite.slot_start[slot] + at - max(rewrite.open[low], share.surplus)};
 }
 
+// Slots of the CTA's routes, and where each goes in the send list, in place of its packed word.
 __device__ inline void rewrite_routes(const PlanConfig& config, const PlanArrays& plan,
                                       const RewriteArrays& rewrite, const RouteRange& range,
-                                      const uint32_t* packed, int32_t* route_slot,
-                                      int32_t* send_routes) {
+                                      const ExpertOrder& order, uint32_t* packed,
+                                      int32_t* route_slot, int32_t* send_routes) {
   constexpr int32_t kBatch = 6;
   const int32_t lane = threadIdx.x % 32;
   for (int32_t first = range.warp_begin; first < range.warp_end; first += 32 * kBatch) {
@@ -279,9 +308,11 @@ __device__ inline void rewrite_routes(const PlanConfig& config, const PlanArrays
       broadcast[i] = -1;
       place[i] = word & ((1u << kPlaceBits) - 1);
       if (word == kPadding) continue;
-      const HomeEntry home = rewrite.home[word >> kPlaceBits];
+      const int32_t expert = word >> kPlaceBits;
+      const HomeEntry home = rewrite.home[expert];
       to[i] = {home.slot(), home.start + place[i]};
       broadcast[i] = home.broadcast();
+      if (order.routes) order.routes[order.first[expert] + place[i]] = route - range.begin;
     }
 #pragma unroll
     for (int32_t i = 0; i < kBatch; ++i) {
@@ -292,8 +323,23 @@ __device__ inline void rewrite_routes(const PlanConfig& config, const PlanArrays
       const int32_t route = first + 32 * i + lane;
       if (route >= range.warp_end) continue;
       route_slot[route] = to[i].slot;
-      if (to[i].position >= 0) send_routes[to[i].position] = route;
+      if (order.routes) {
+        packed[route - range.begin] = to[i].position;
+      } else if (to[i].position >= 0) {
+        send_routes[to[i].position] = route;
+      }
     }
+  }
+}
+
+// After a barrier: the send list by expert and place, so that neighbours go to neighbours.
+__device__ inline void store_ordered(const RouteRange& range, const ExpertOrder& order,
+                                     const uint32_t* packed, int32_t* send_routes) {
+  const int32_t count = *order.num_routes;
+#pragma unroll 4
+  for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
+    const int32_t route = order.routes[i];
+    send_routes[packed[route]] = range.begin + route;
   }
 }
 

@@ -108,6 +108,10 @@ __device__ inline void add_release(uint32_t* word, uint32_t value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+__device__ inline void add_relaxed(uint32_t* word, uint32_t value) {
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 __device__ inline uint64_t global_ns() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)::"memory");
@@ -140,6 +144,16 @@ __device__ inline void arrive(const DeviceTable& table, Stage stage, int32_t ran
   __syncwarp();
   for (int32_t d = lane; d < table.num_devices; d += 32) {
     add_release(&table.heads[d]->words.arrivals[index], 1);
+  }
+}
+
+// An arrival that publishes nothing: for a stage that this generation does not have. One warp.
+__device__ inline void pass(const DeviceTable& table, Stage stage, int32_t rank,
+                            uint32_t generation) {
+  const int32_t lane = threadIdx.x % 32, index = static_cast<int32_t>(stage);
+  if (lane == 0) store_relaxed(&table.block(rank).words()->arrived[index], generation);
+  for (int32_t d = lane; d < table.num_devices; d += 32) {
+    add_relaxed(&table.heads[d]->words.arrivals[index], 1);
   }
 }
 

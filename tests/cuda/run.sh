@@ -2,6 +2,7 @@
 # Builds the CUDA tests and benchmarks with nvcc and runs them; needs a GPU of compute capability 9.0.
 #
 #   tests/cuda/run.sh [build|test|bench|sanitize]...   (default: build test)
+#   tests/cuda/run.sh simt                             the plan's code on the CPU; needs neither
 #
 # ISER_CUDA_BUILD: where binaries go (default build/cuda). GPUS: how many GPUs to use (default 1).
 # OUT: where benchmarks leave <name>.jsonl (default: the build folder).
@@ -27,17 +28,24 @@ build_all() {
   pids=()
   for source in tests/cuda/test_*.cu benchmarks/cuda/bench_*.cu; do
     name=$(basename "$source" .cu)
-    compile "$source" "$build"/*.o -o "$build/$name" -lcuda & pids+=($!)
+    compile "$source" "$build"/*.o -o "$build/$name" -ldl & pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
 }
 
 run_tests() {
   local failed=0 program
-  for program in "$build"/test_*; do
+  for program in "$build"/test_{plan,replication}; do
     timeout "${LIMIT:-240}" "$program" --gpus "$gpus" || { echo "$program failed: $?"; failed=1; }
   done
   return $failed
+}
+
+# Under the sanitizers; ASan knows that it does not follow fibers.
+run_simt() {
+  "${CXX:-g++}" -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+    -Wno-unknown-pragmas -Itests/cuda/simt -I. tests/cuda/test_plan_simt.cc -o "$build/test_simt"
+  timeout "${LIMIT:-240}" "$build/test_simt" "${CASES:-5}"
 }
 
 run_benchmarks() {
@@ -50,7 +58,7 @@ run_benchmarks() {
 # Each tool must be silent on the kernels, and must speak on a planted fault.
 sanitize() {
   local failed=0 tool program
-  for program in "$build"/test_*; do
+  for program in "$build"/test_{plan,replication}; do
     for tool in memcheck racecheck; do
       timeout "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" --small \
         || { echo "$tool: $program failed: $?"; failed=1; }
@@ -73,6 +81,7 @@ for step in "${@:-build test}"; do
       test) run_tests ;;
       bench) run_benchmarks ;;
       sanitize) sanitize ;;
+      simt) run_simt ;;
       *) echo "unknown step $word" >&2; exit 2 ;;
     esac
   done

@@ -363,6 +363,10 @@ void test_refusals() {
   if (prepare_plan(config, 8, 1000, 8, &grid) != cudaErrorInvalidValue) why = "S=17 taken";
   config.slots = {8, 64, 4};
   if (prepare_plan(config, 500, 1000, 1, &grid) == cudaSuccess) why = "500 ranks a device taken";
+  TestDomain domain(small_sizes(8, 1), {0});
+  if (launch_plan(domain.devices[0]->grid, domain.launch(0, 65), 0) != cudaErrorInvalidValue) {
+    why = "more tokens than the Domain holds were taken";
+  }
   report("sizes beyond the kernel are refused", why);
 }
 

@@ -47,6 +47,11 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
   std::vector<int32_t> warp_counts(kThreads / 32 * experts, 0), cta_counts(experts);
   std::vector<int32_t> before_cta(experts, 0);
   std::vector<uint32_t> packed(routes);
+  std::vector<uint16_t> ordered(routes + 1);
+  std::vector<int32_t> order_first(experts);
+  int32_t num_ordered = 0;
+  const ExpertOrder order{order_first.data(), &num_ordered,
+                          rng() % 4 ? ordered.data() : nullptr};
   uint8_t* base = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16;
   Carver carver{base, 0};
   carve_plan(config, carver, plan);
@@ -63,12 +68,20 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
     __syncthreads();
     finish_places(range, experts, warp_counts.data(), before_cta.data(), packed.data());
     derive(config, counts.data(), plan, copy_to, NoStamps{},
-           [&](int32_t first) { start_rewrite(config, plan, rewrite, source, first); });
+           [&](int32_t first) {
+             start_rewrite(config, plan, rewrite, source, first);
+             if (warp_index() == 1) {
+               order_experts(experts, cta_counts.data(), before_cta.data(), order);
+             }
+           });
     share_out(config, plan, rewrite, source);
     __syncthreads();
     scan_slots(config.slots.num_slots(), rewrite);
     spread_starts(config, plan, rewrite);
-    rewrite_routes(config, plan, rewrite, range, packed.data(), route_slot.data(), send.data());
+    rewrite_routes(config, plan, rewrite, range, order, packed.data(), route_slot.data(),
+                   send.data());
+    __syncthreads();
+    if (order.routes) store_ordered(range, order, packed.data(), send.data());
     write_quota(config, plan, quota.data(), 0, 1);
     write_rows(config, plan, resident, broadcasts.data(), load_before.data(), load.data(),
                &num_broadcasts);

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #define ISER_SIMT 1
@@ -87,7 +89,8 @@ inline void enter() {
   swapcontext(&fibers[current]->context, &scheduler);
 }
 
-// Runs `kernel` on one CTA of `threads` threads.
+// Runs `kernel` on one CTA of `threads` threads, in another order each time round: code that needs
+// an order which no barrier gives it does not get away with it for long.
 inline void run(unsigned threads, std::function<void()> kernel) {
   body = &kernel;
   blockDim.x = threads;
@@ -106,8 +109,12 @@ inline void run(unsigned threads, std::function<void()> kernel) {
     fiber.context.uc_link = &scheduler;
     makecontext(&fiber.context, enter, 0);
   }
+  static std::mt19937 rng(1);
+  std::vector<unsigned> order(threads);
+  std::iota(order.begin(), order.end(), 0u);
   for (uint64_t idle = 0, left = threads; left > 0;) {
-    for (unsigned i = 0; i < threads; ++i) {
+    std::shuffle(order.begin(), order.end(), rng);
+    for (unsigned i : order) {
       if (fibers[i]->is_done) continue;
       current = threadIdx.x = i;
       swapcontext(&scheduler, &fibers[i]->context);
