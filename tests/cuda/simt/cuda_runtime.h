@@ -49,7 +49,7 @@ inline unsigned current = 0;
 inline std::vector<Meeting> warp_meetings;
 inline std::vector<uint64_t> warp_values, warp_snapshot;
 inline Meeting block_meeting, named_meeting;
-inline uint64_t switches = 0;
+inline uint64_t progress = 0;  // meetings that have come about, and threads that have ended
 
 inline void yield() {
   const unsigned self = current;
@@ -63,6 +63,7 @@ inline void meet(Meeting& meeting, uint32_t count) {
   if (++meeting.arrived == count) {
     meeting.arrived = 0;
     ++meeting.generation;
+    ++progress;
     return;
   }
   while (meeting.generation == generation) yield();
@@ -89,8 +90,8 @@ inline void enter() {
   swapcontext(&fibers[current]->context, &scheduler);
 }
 
-// Runs `kernel` on one CTA of `threads` threads, in another order each time round: code that needs
-// an order which no barrier gives it does not get away with it for long.
+// Runs `kernel` on one CTA of `threads` threads. One warp at a time gets as far as it can alone, or a
+// random way of it: code that needs an order which no barrier gives it is soon found out.
 inline void run(unsigned threads, std::function<void()> kernel) {
   body = &kernel;
   blockDim.x = threads;
@@ -110,17 +111,25 @@ inline void run(unsigned threads, std::function<void()> kernel) {
     makecontext(&fiber.context, enter, 0);
   }
   static std::mt19937 rng(1);
-  std::vector<unsigned> order(threads);
-  std::iota(order.begin(), order.end(), 0u);
+  const unsigned warps = threads / 32;
+  std::vector<unsigned> lanes(32);
+  std::iota(lanes.begin(), lanes.end(), 0u);
   for (uint64_t idle = 0, left = threads; left > 0;) {
-    std::shuffle(order.begin(), order.end(), rng);
-    for (unsigned i : order) {
-      if (fibers[i]->is_done) continue;
-      current = threadIdx.x = i;
-      swapcontext(&scheduler, &fibers[i]->context);
-      if (fibers[i]->is_done) --left, idle = 0;
+    const unsigned warp = rng() % warps;
+    unsigned rounds = rng() % 4 ? 1u << 30 : 1 + rng() % 64;
+    for (uint64_t seen = ~0ull; rounds > 0 && seen != progress; --rounds) {
+      seen = progress;
+      std::shuffle(lanes.begin(), lanes.end(), rng);
+      for (unsigned lane : lanes) {
+        const unsigned i = warp * 32 + lane;
+        if (fibers[i]->is_done) continue;
+        current = threadIdx.x = i;
+        swapcontext(&scheduler, &fibers[i]->context);
+        if (fibers[i]->is_done) --left, ++progress;
+      }
+      if (seen != progress) idle = 0;
     }
-    if (++idle > 100'000'000 / threads) {
+    if (++idle > 1000 * warps) {
       std::fprintf(stderr, "simt: threads wait for each other for ever\n");
       std::abort();
     }
