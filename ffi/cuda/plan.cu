@@ -193,19 +193,23 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
   // The rank's first CTA stores the rank's counts to every device; all learn what comes before them.
   const CallTag tag = call_tag(call, generation, layer, local_idx);
+  DomainShape sizes{};  // all that mail depends on, from the parameters
+  sizes.slots = config.slots;
+  const int32_t num_targets = cta == 0 ? table.num_devices : 0;
   for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) {
     int32_t before = 0, sum = 0;
+#pragma unroll 4
     for (int32_t c = 0; c < (cta == 0 ? num_ctas : cta); ++c) {
       sum += cluster.map_shared_rank(smem.cta_counts, c)[e];
     }
     if (cta > 0) before = sum;
     smem.before_cta[e] = before;
-    for (int32_t d = 0; cta == 0 && d < table.num_devices; ++d) {
-      mail_counts(table.shape, table.heads[d], generation)[rank * experts + e] = sum;
+    for (int32_t d = 0; d < num_targets; ++d) {
+      mail_counts(sizes, table.heads[d], generation)[rank * experts + e] = sum;
     }
   }
   if (cta == 0 && threadIdx.x < table.num_devices) {
-    mail_tags(table.shape, table.heads[threadIdx.x], generation)[rank].tag = tag;
+    mail_tags(sizes, table.heads[threadIdx.x], generation)[rank].tag = tag;
   }
   __syncthreads();
   if (cta == 0 && threadIdx.x < 32) arrive(table, Stage::kCounts, rank, generation);
@@ -229,7 +233,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   PlanConfig effective = config;
   if (!call.is_balanced) effective.gain_threshold = INT32_MAX;  // never worth it
   derive(
-      effective, mail_counts(table.shape, table.head(), generation), smem.plan, smem.counts_copy,
+      effective, mail_counts(sizes, table.head(), generation), smem.plan, smem.counts_copy,
       stamps,
       [&](int32_t first) {
         start_rewrite(config, smem.plan, smem.rewrite, rank, first);

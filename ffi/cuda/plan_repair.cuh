@@ -178,15 +178,6 @@ __device__ void prepare_pairs(const PlanConfig& config, const PlanArrays& arrays
   }
 }
 
-// Whether this lane's pair has both something to take and something to give.
-template <int W>
-__device__ inline bool can_trade(int32_t lack_a, int32_t lack_c) {
-  const uint32_t takes = __ballot_sync(kFullWarp, lack_a > 0 && lack_c < 0);
-  const uint32_t gives = __ballot_sync(kFullWarp, lack_a < 0);
-  const uint32_t lanes = lanes_of_pair<W>();
-  return (takes & lanes) != 0 && (gives & lanes) != 0;
-}
-
 // One direction: haloq::trade, with running sums over the pair's lanes for its two walks.
 template <int W>
 __device__ inline void trade(int32_t& lack_a, int32_t& lack_c) {
@@ -208,22 +199,25 @@ __device__ inline void trade(int32_t& lack_a, int32_t& lack_c) {
   lack_c += taken - given;
 }
 
-// Both directions; true on the lanes of a pair that traded.
+// Both directions; true on lanes whose entries have changed. Most pairs want nothing of each other:
+// where no broadcast has one of the two lacking and the other sparing, no pair of the warp trades.
 template <int W>
-__device__ inline bool trade_both(const PlanArrays& arrays, uint32_t word, uint32_t none) {
+__device__ inline bool trade_both(const PlanArrays& arrays, uint32_t word) {
   int32_t* at_a = arrays.lack + (word & 0xffff);
   int32_t* at_c = arrays.lack + (word >> 16);
   int32_t lack_a = *at_a, lack_c = *at_c;
-  const bool first = can_trade<W>(lack_a, lack_c), second = can_trade<W>(lack_c, lack_a);
-  if (!__any_sync(kFullWarp, first || second)) return false;
-  if (__any_sync(kFullWarp, first)) trade<W>(lack_a, lack_c);
-  const bool back = can_trade<W>(lack_c, lack_a);
-  if (__any_sync(kFullWarp, back)) trade<W>(lack_c, lack_a);
-  if (word != none && (first || back)) {
+  const bool is_uneven = (lack_a > 0 && lack_c < 0) || (lack_a < 0 && lack_c > 0);
+  if (__ballot_sync(kFullWarp, is_uneven) == 0) return false;
+  const int32_t before = lack_a;
+  trade<W>(lack_a, lack_c);
+  trade<W>(lack_c, lack_a);
+  // Should the second direction undo the first, then nothing has changed.
+  const bool is_changed = lack_a != before;
+  if (is_changed) {
     *at_a = lack_a;
     *at_c = lack_c;
   }
-  return first || back;
+  return is_changed;
 }
 
 // Two passes over the levels; W lanes for each rank that may be the first of a pair.
@@ -245,9 +239,9 @@ __device__ void repair(const PlanConfig& config, const PlanArrays& arrays, int32
   for (int32_t step = 0; step < 2 * levels && step - last_change <= levels; ++step) {
     const int32_t level = step < levels ? step : step - levels;
     const uint32_t next = word_at(level + 1 < levels ? level + 1 : 0, own);
-    bool changed = trade_both<W>(arrays, word, none);
+    bool changed = trade_both<W>(arrays, word);
     for (int32_t first = stride; first < ranks; first += stride) {
-      changed |= trade_both<W>(arrays, word_at(level, own + first), none);
+      changed |= trade_both<W>(arrays, word_at(level, own + first));
     }
     if (changed) arrays.scalars[kChangedA + (step & 1)] = step;
     repair_barrier(num_warps);
