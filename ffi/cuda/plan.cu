@@ -94,8 +94,8 @@ __device__ void update_slot_table(const PlanConfig& config, const PlanArrays& ar
 
 __device__ CallTag call_tag(const PlanLaunch& call, uint32_t generation, int32_t layer,
                             int32_t local_idx) {
-  CallTag tag{generation,        layer,           call.num_tokens, call.is_balanced,
-              call.is_plan_only, call.weights_version, {}};
+  CallTag tag{generation,           layer, call.num_tokens, call.is_balanced, call.is_plan_only,
+              call.weights_version, {}};
   const DomainShape& shape = call.table->shape;
   const size_t experts = static_cast<size_t>(shape.slots.num_home());
   size_t first = local_idx * experts;
@@ -171,11 +171,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   Smem smem = carve(config, shared, num_packed);
   const RouteRange range = RouteRange::of(num_routes, cta, num_ctas);
   int32_t* route_slot = call.outputs.route_slot + static_cast<size_t>(local_idx) * num_routes;
-  uint32_t* packed = smem.packed ? smem.packed
-                                 : reinterpret_cast<uint32_t*>(route_slot) + range.begin;
-  const Stamps stamps{
-      call.stamps ? call.stamps + blockIdx.x * static_cast<int32_t>(PlanStamp::kNumStamps)
-                  : nullptr};
+  uint32_t* packed =
+      smem.packed ? smem.packed : reinterpret_cast<uint32_t*>(route_slot) + range.begin;
+  const Stamps stamps{call.stamps
+                          ? call.stamps + blockIdx.x * static_cast<int32_t>(PlanStamp::kNumStamps)
+                          : nullptr};
   stamps.mark_ns(PlanStamp::kStartNs);
   stamps.mark(PlanStamp::kStart);
 
@@ -191,7 +191,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   cluster.sync();
   stamps.mark(PlanStamp::kRanked);
 
-  // The rank's first CTA stores the rank's counts to every device; all learn what comes before them.
+  // The rank's first CTA stores the rank's counts to every device; all learn what comes before
+  // them.
   const CallTag tag = call_tag(call, generation, layer, local_idx);
   DomainShape sizes{};  // all that mail depends on, from the parameters
   sizes.slots = config.slots;
@@ -232,16 +233,14 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   PlanConfig effective = config;
   if (!call.is_balanced) effective.gain_threshold = INT32_MAX;  // never worth it
-  derive(
-      effective, mail_counts(sizes, table.head(), generation), smem.plan, smem.counts_copy,
-      stamps,
-      [&](int32_t first) {
-        start_rewrite(config, smem.plan, smem.rewrite, rank, first);
-        if (warp_index() == 1 && !tags_agree(table, tag, rank)) smem.flags[1] = 0;
-        if (warp_index() == 2 && smem.packed) {
-          order_experts(experts, smem.cta_counts, smem.before_cta, smem.order);
-        }
-      });
+  derive(effective, mail_counts(sizes, table.head(), generation), smem.plan, smem.counts_copy,
+         stamps, [&](int32_t first) {
+           start_rewrite(config, smem.plan, smem.rewrite, rank, first);
+           if (warp_index() == 1 && !tags_agree(table, tag, rank)) smem.flags[1] = 0;
+           if (warp_index() == 2 && smem.packed) {
+             order_experts(experts, smem.cta_counts, smem.before_cta, smem.order);
+           }
+         });
   if (smem.flags[1] == 0) {
     write_failure(call, num_routes, generation);
     cluster_wait();
@@ -271,10 +270,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   write_quota(config, smem.plan, call.outputs.quota, blockIdx.x, gridDim.x);
   if (blockIdx.x == gridDim.x - 1) {
     SlotTable* slot_table =
-        call.slot_tables ? reinterpret_cast<SlotTable*>(
-                               call.slot_tables +
-                               layer % table.shape.num_banks * slot_table_bytes(config))
-                         : nullptr;
+        call.slot_tables
+            ? reinterpret_cast<SlotTable*>(call.slot_tables +
+                                           layer % table.shape.num_banks * slot_table_bytes(config))
+            : nullptr;
     const bool holds = slot_table && slot_table->weights_version == call.weights_version;
     write_rows(config, smem.plan, holds ? slot_table->expert : nullptr,
                reinterpret_cast<Broadcast*>(call.outputs.broadcasts), call.outputs.load_before,
@@ -356,8 +355,8 @@ size_t packed_routes(const PlanGrid& grid, int64_t max_routes) {
 cudaError_t prepare_plan(const PlanConfig& config, int32_t ranks_per_device, int64_t max_routes,
                          int32_t max_ctas_per_rank, PlanGrid* grid) {
   if (!is_supported(config) || max_routes >= (1 << kPlaceBits) - 1) return cudaErrorInvalidValue;
-  cudaError_t error = cudaFuncSetAttribute(
-      plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+  cudaError_t error = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           kMaxSharedBytes);
   if (error != cudaSuccess) return error;
   if (max_ctas_per_rank > 8) {
     error = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

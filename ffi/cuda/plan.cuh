@@ -21,9 +21,9 @@ constexpr int kMaxPlanHelperSlots = 16;
 // Moments of one CTA: SM clock at each, and %globaltimer at the first and the last.
 enum class PlanStamp : int32_t {
   kStart = 0,
-  kRanked = 1,    // histogram and the routes' places within the CTA
-  kArrived = 2,   // counts stored to every device
-  kExchanged = 3, // counts of all ranks are here
+  kRanked = 1,     // histogram and the routes' places within the CTA
+  kArrived = 2,    // counts stored to every device
+  kExchanged = 3,  // counts of all ranks are here
   kSummed = 4,
   kPlaced = 5,
   kRepaired = 6,

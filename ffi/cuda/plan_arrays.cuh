@@ -52,8 +52,8 @@ struct Hosts {
 
 enum Scalar { kCount, kEntries, kTarget, kLevels, kPairs, kChangedA, kChangedB, kNumScalars = 8 };
 
-constexpr int32_t kMaxNodes = 255;         // groups of all levels at 128 ranks
-constexpr int32_t kMaxPairWords = 8192;    // of prepared pairs; further ones are looked up each time
+constexpr int32_t kMaxNodes = 255;       // groups of all levels at 128 ranks
+constexpr int32_t kMaxPairWords = 8192;  // of prepared pairs; further ones are looked up each time
 constexpr uint16_t kNoPair = 0xffff;
 
 // Lanes for one pair of ranks: one for each broadcast that a rank may host.
@@ -101,9 +101,7 @@ struct Carver {
   }
 };
 
-ISER_HD inline int32_t num_rings(int32_t num_ranks) {
-  return num_ranks + num_ranks % 2 - 1;
-}
+ISER_HD inline int32_t num_rings(int32_t num_ranks) { return num_ranks + num_ranks % 2 - 1; }
 
 ISER_HD inline int32_t max_pairs(int32_t num_ranks) {
   return num_rings(num_ranks) * ((num_ranks + 1) / 2);

@@ -7,6 +7,72 @@
 
 namespace iser::cuda {
 
+// Stage 3 in closed form: coarse levels come first, so the indices in use on a group are always
+// 0, 1, ..., and a broadcast's is the number of those to larger groups around its own, plus its
+// place within its group. One thread a broadcast.
+__device__ inline int32_t helper_index(const Nodes& nodes, const PlanArrays& arrays, int32_t b) {
+  const int32_t node = arrays.node[b], level = nodes.level(node);
+  const int32_t group = node - nodes.first(level);
+  int32_t helper = arrays.helper[b];
+  for (int32_t l = 0; l < level; ++l) {
+    helper += arrays.node_count[nodes.first(l) + (group >> (level - l))];
+  }
+  return helper;
+}
+
+// haloq::is_pure by group: no broadcast with a foreign owner, none to a larger or smaller group.
+__device__ inline bool is_pure(const Nodes& nodes, const PlanArrays& arrays, int32_t node) {
+  const int32_t level = nodes.level(node), group = node - nodes.first(level);
+  bool pure = arrays.node_foreign[node] == 0;
+  for (int32_t l = 0; l < level; ++l) {
+    pure = pure && arrays.node_count[nodes.first(l) + (group >> (level - l))] == 0;
+  }
+  for (int32_t l = level + 1; l < nodes.levels; ++l) {
+    const int32_t first = nodes.first(l) + (group << (l - level));
+    for (int32_t i = 0; i < 1 << (l - level); ++i) pure = pure && arrays.node_count[first + i] == 0;
+  }
+  return pure;
+}
+
+// haloq::copy_way; `helper` holds helper indices by now. One thread.
+__device__ inline CopyWay copy_way(const PlanConfig& config, const PlanArrays& arrays, int32_t b,
+                                   const int32_t* resident) {
+  const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
+  bool held = resident != nullptr;
+  for (int32_t r = hosts.begin; held && r < hosts.end; ++r) {
+    held = resident[r * config.slots.num_helper_slots + arrays.helper[b]] == arrays.expert[b];
+  }
+  if (held) return CopyWay::kResident;
+  if (config.copy_rule == CopyRule::kOwnerDirect) return CopyWay::kOwnerDirect;
+  if (config.copy_rule == CopyRule::kSami || !hosts.contains(hosts.owner)) return CopyWay::kSami;
+  const Nodes nodes{config.slots.num_ranks,
+                    num_group_levels(config.slots.num_ranks, config.min_group_size)};
+  const int32_t level = nodes.level(arrays.node[b]);
+  const bool is_widest = arrays.widest[hosts.owner] == (level << 16 | b);
+  return is_widest || is_pure(nodes, arrays, arrays.node[b]) ? CopyWay::kOwnerDirect
+                                                             : CopyWay::kSami;
+}
+
+// The broadcast's row of the plan. One thread, after the helper indices.
+__device__ inline Broadcast broadcast_row(const PlanConfig& config, const PlanArrays& arrays,
+                                          int32_t b, const int32_t* resident) {
+  if (b >= arrays.scalars[kCount]) return {-1, -1, -1, -1, -1, -1};
+  const Row row{arrays.rows[b]};
+  return {arrays.expert[b], row.owner(),
+          row.level(),      row.begin() / (config.slots.num_ranks >> row.level()),
+          arrays.helper[b], static_cast<int32_t>(copy_way(config, arrays, b, resident))};
+}
+
+// The quota of a rank; counts - lack, as lack is counts - quota.
+__device__ inline int32_t quota_of(const PlanConfig& config, const PlanArrays& arrays, int32_t b,
+                                   int32_t rank) {
+  if (b >= arrays.scalars[kCount]) return 0;
+  const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
+  if (!hosts.is_host(rank)) return 0;
+  return arrays.counts[rank * config.slots.num_experts + arrays.expert[b]] -
+         arrays.lack[hosts.entry(rank)];
+}
+
 // Stages 2 to 4. `beside_place` runs on the threads that do not place, and gets the first of them.
 // Ends with a barrier.
 template <typename Stamps, typename BesidePlace>
@@ -55,8 +121,8 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
 // The broadcast rows, the loads and the hash: one CTA, which needs a barrier before it reads the
 // hash in arrays.hash.
 __device__ inline void write_rows(const PlanConfig& config, const PlanArrays& arrays,
-                           const int32_t* resident, Broadcast* broadcasts, int32_t* load_before,
-                           int32_t* load, int32_t* num_broadcasts) {
+                                  const int32_t* resident, Broadcast* broadcasts,
+                                  int32_t* load_before, int32_t* load, int32_t* num_broadcasts) {
   const int32_t count = arrays.scalars[kCount];
   uint64_t hash = threadIdx.x == 0 ? hash_term(0, count) : 0;
   for (int32_t b = threadIdx.x; b < config.max_broadcasts(); b += blockDim.x) {
@@ -83,8 +149,8 @@ __device__ inline void write_rows(const PlanConfig& config, const PlanArrays& ar
 }
 
 // Quotas of all rows, one warp a row, spread over the CTAs of the device.
-__device__ inline void write_quota(const PlanConfig& config, const PlanArrays& arrays, int32_t* quota,
-                            int32_t cta, int32_t num_ctas) {
+__device__ inline void write_quota(const PlanConfig& config, const PlanArrays& arrays,
+                                   int32_t* quota, int32_t cta, int32_t num_ctas) {
   const int32_t ranks = config.slots.num_ranks, warps = blockDim.x / 32;
   for (int32_t b = warp_index() * num_ctas + cta; b < config.max_broadcasts();
        b += warps * num_ctas) {

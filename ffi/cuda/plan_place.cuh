@@ -265,8 +265,9 @@ __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
       num_free[k] -= is_member;
       if (r != owner) continue;
       load[k] -= moved_total;
-      arrays.lack[entries + (is_left ? 0 : r - begin < end - begin ? r - begin : end - begin)] =
-          moving_total - moved_total;
+      arrays.lack[entries + (is_left                   ? 0
+                             : r - begin < end - begin ? r - begin
+                                                       : end - begin)] = moving_total - moved_total;
     }
     // Groups around this one lose what was moved; those inside lose all or must be summed again.
     is_stale = most > amount && level + 1 < nodes.levels;

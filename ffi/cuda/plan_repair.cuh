@@ -1,4 +1,4 @@
-// HALO-Q stage 4 on a few warps of one CTA, and what the finished plan says of each broadcast.
+// HALO-Q stage 4 on a few warps of one CTA.
 #pragma once
 
 #include "ffi/cuda/plan_arrays.cuh"
@@ -43,8 +43,8 @@ __device__ inline void index_hosts(const PlanConfig& config, const PlanArrays& a
   }
 }
 
-// Which of a rank's pairs can trade at all: one warp a rank, its lanes over rings. A broadcast never
-// both gives and takes, so pairs that share fewer than two never trade.
+// Which of a rank's pairs can trade at all: one warp a rank, its lanes over rings. A broadcast
+// never both gives and takes, so pairs that share fewer than two never trade.
 __device__ inline void find_pairs(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t ranks = config.slots.num_ranks, n = ranks + ranks % 2;
   const int32_t lane = threadIdx.x % 32, words = (arrays.scalars[kCount] + 31) / 32;
@@ -191,8 +191,8 @@ __device__ inline void trade(int32_t& lack_a, int32_t& lack_c) {
     const int32_t give_below = __shfl_up_sync(kFullWarp, gives, d, W);
     if (lane >= d) takes += take_below, gives += give_below;
   }
-  const int32_t amount = min(__shfl_sync(kFullWarp, takes, W - 1, W),
-                             __shfl_sync(kFullWarp, gives, W - 1, W));
+  const int32_t amount =
+      min(__shfl_sync(kFullWarp, takes, W - 1, W), __shfl_sync(kFullWarp, gives, W - 1, W));
   const int32_t taken = min(max(amount - (takes - take), 0), take);
   const int32_t given = min(max(amount - (gives - give), 0), give);
   lack_a -= taken - given;
@@ -252,17 +252,19 @@ __device__ void repair(const PlanConfig& config, const PlanArrays& arrays, int32
 
 // At most half of the CTA's warps repair; the others are free for what can run beside it.
 __device__ inline int32_t num_repair_warps(const PlanConfig& config) {
-  const int32_t lanes =
-      config.slots.num_ranks * lanes_per_pair(config.slots.num_helper_slots);
+  const int32_t lanes = config.slots.num_ranks * lanes_per_pair(config.slots.num_helper_slots);
   return min((lanes + 31) / 32, static_cast<int32_t>(blockDim.x) / 64);
 }
 
 __device__ inline void prepare_pairs(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t num_pairs = arrays.scalars[kPairs];
   switch (lanes_per_pair(config.slots.num_helper_slots)) {
-    case 8: return prepare_pairs<8>(config, arrays, num_pairs);
-    case 16: return prepare_pairs<16>(config, arrays, num_pairs);
-    default: return prepare_pairs<32>(config, arrays, num_pairs);
+    case 8:
+      return prepare_pairs<8>(config, arrays, num_pairs);
+    case 16:
+      return prepare_pairs<16>(config, arrays, num_pairs);
+    default:
+      return prepare_pairs<32>(config, arrays, num_pairs);
   }
 }
 
@@ -274,79 +276,13 @@ __device__ inline void level_pairs(const PlanConfig& config, const PlanArrays& a
 __device__ inline void repair(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t num_warps = num_repair_warps(config);
   switch (lanes_per_pair(config.slots.num_helper_slots)) {
-    case 8: return repair<8>(config, arrays, num_warps);
-    case 16: return repair<16>(config, arrays, num_warps);
-    default: return repair<32>(config, arrays, num_warps);
+    case 8:
+      return repair<8>(config, arrays, num_warps);
+    case 16:
+      return repair<16>(config, arrays, num_warps);
+    default:
+      return repair<32>(config, arrays, num_warps);
   }
-}
-
-// Stage 3 in closed form: coarse levels come first, so the indices in use on a group are always
-// 0, 1, ..., and a broadcast's is the number of those to larger groups around its own, plus its
-// place within its group. One thread a broadcast.
-__device__ inline int32_t helper_index(const Nodes& nodes, const PlanArrays& arrays, int32_t b) {
-  const int32_t node = arrays.node[b], level = nodes.level(node);
-  const int32_t group = node - nodes.first(level);
-  int32_t helper = arrays.helper[b];
-  for (int32_t l = 0; l < level; ++l) {
-    helper += arrays.node_count[nodes.first(l) + (group >> (level - l))];
-  }
-  return helper;
-}
-
-// haloq::is_pure by group: no broadcast with a foreign owner, none to a larger or smaller group.
-__device__ inline bool is_pure(const Nodes& nodes, const PlanArrays& arrays, int32_t node) {
-  const int32_t level = nodes.level(node), group = node - nodes.first(level);
-  bool pure = arrays.node_foreign[node] == 0;
-  for (int32_t l = 0; l < level; ++l) {
-    pure = pure && arrays.node_count[nodes.first(l) + (group >> (level - l))] == 0;
-  }
-  for (int32_t l = level + 1; l < nodes.levels; ++l) {
-    const int32_t first = nodes.first(l) + (group << (l - level));
-    for (int32_t i = 0; i < 1 << (l - level); ++i) pure = pure && arrays.node_count[first + i] == 0;
-  }
-  return pure;
-}
-
-// haloq::copy_way; `helper` holds helper indices by now. One thread.
-__device__ inline CopyWay copy_way(const PlanConfig& config, const PlanArrays& arrays, int32_t b,
-                                   const int32_t* resident) {
-  const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
-  bool held = resident != nullptr;
-  for (int32_t r = hosts.begin; held && r < hosts.end; ++r) {
-    held = resident[r * config.slots.num_helper_slots + arrays.helper[b]] == arrays.expert[b];
-  }
-  if (held) return CopyWay::kResident;
-  if (config.copy_rule == CopyRule::kOwnerDirect) return CopyWay::kOwnerDirect;
-  if (config.copy_rule == CopyRule::kSami || !hosts.contains(hosts.owner)) return CopyWay::kSami;
-  const Nodes nodes{config.slots.num_ranks,
-                    num_group_levels(config.slots.num_ranks, config.min_group_size)};
-  const int32_t level = nodes.level(arrays.node[b]);
-  const bool is_widest = arrays.widest[hosts.owner] == (level << 16 | b);
-  return is_widest || is_pure(nodes, arrays, arrays.node[b]) ? CopyWay::kOwnerDirect
-                                                             : CopyWay::kSami;
-}
-
-// The broadcast's row of the plan. One thread, after the helper indices.
-__device__ inline Broadcast broadcast_row(const PlanConfig& config, const PlanArrays& arrays,
-                                          int32_t b, const int32_t* resident) {
-  if (b >= arrays.scalars[kCount]) return {-1, -1, -1, -1, -1, -1};
-  const Row row{arrays.rows[b]};
-  return {arrays.expert[b],
-          row.owner(),
-          row.level(),
-          row.begin() / (config.slots.num_ranks >> row.level()),
-          arrays.helper[b],
-          static_cast<int32_t>(copy_way(config, arrays, b, resident))};
-}
-
-// The quota of a rank; counts - lack, as lack is counts - quota.
-__device__ inline int32_t quota_of(const PlanConfig& config, const PlanArrays& arrays, int32_t b,
-                                   int32_t rank) {
-  if (b >= arrays.scalars[kCount]) return 0;
-  const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
-  if (!hosts.is_host(rank)) return 0;
-  return arrays.counts[rank * config.slots.num_experts + arrays.expert[b]] -
-         arrays.lack[hosts.entry(rank)];
 }
 
 }  // namespace iser::cuda

@@ -108,7 +108,9 @@ struct HomeEntry {
   int32_t start;
 
   __device__ int32_t slot() const { return slot_and_broadcast & 0xffff; }
-  __device__ int32_t broadcast() const { return static_cast<int32_t>(slot_and_broadcast >> 16) - 1; }
+  __device__ int32_t broadcast() const {
+    return static_cast<int32_t>(slot_and_broadcast >> 16) - 1;
+  }
 };
 
 // Of each broadcast, as this source sees it.
@@ -148,12 +150,12 @@ __device__ inline void order_experts(int32_t num_experts, const int32_t* cta_cou
 }
 
 struct RewriteArrays {
-  HomeEntry* home;     // [E]
-  SourceShare* share;  // [B]
-  int32_t* slot_start; // [num_slots + 1]; counts at first
-  int32_t* warp_sums;  // [warps]
-  int32_t* open;       // [entries] spare of the hosts before
-  int32_t* slot;       // [entries]
+  HomeEntry* home;      // [E]
+  SourceShare* share;   // [B]
+  int32_t* slot_start;  // [num_slots + 1]; counts at first
+  int32_t* warp_sums;   // [warps]
+  int32_t* open;        // [entries] spare of the hosts before
+  int32_t* slot;        // [entries]
 };
 
 ISER_HD inline void carve_rewrite(const PlanConfig& config, int32_t num_warps, Carver& carver,

@@ -1,9 +1,9 @@
 // What the devices of a Domain share, and how their kernels arrive and wait.
 //
-// Each device owns one head (its arrival counters, abort cell and mail) and the blocks of its ranks,
-// laid out by ffi/core/layout.h; peers reach both through a DeviceTable in their own memory. The
-// meaning of stages, counters and words is that of ffi/core/protocol.h. Generations are counted in
-// device memory by the plan kernel, so that a captured and replayed program stays right.
+// Each device owns one head (its arrival counters, abort cell and mail) and the blocks of its
+// ranks, laid out by ffi/core/layout.h; peers reach both through a DeviceTable in their own memory.
+// The meaning of stages, counters and words is that of ffi/core/protocol.h. Generations are counted
+// in device memory by the plan kernel, so that a captured and replayed program stays right.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,8 +41,7 @@ ISER_HD inline size_t head_bytes(const DomainShape& shape) {
   return align_up(sizeof(DeviceHead), kBlockAlign) + 2 * mail_bytes(shape);
 }
 
-ISER_HD inline MailTag* mail_tags(const DomainShape& shape, DeviceHead* head,
-                                  uint32_t generation) {
+ISER_HD inline MailTag* mail_tags(const DomainShape& shape, DeviceHead* head, uint32_t generation) {
   uint8_t* mail = reinterpret_cast<uint8_t*>(head) + align_up(sizeof(DeviceHead), kBlockAlign);
   return reinterpret_cast<MailTag*>(mail + (generation & 1) * mail_bytes(shape));
 }
@@ -59,7 +58,7 @@ struct DeviceTable {
   BlockLayout layout;
   int32_t num_devices;
   int32_t ranks_per_device;
-  int32_t device;          // this one: holds ranks [first_rank, first_rank + ranks_per_device)
+  int32_t device;  // this one: holds ranks [first_rank, first_rank + ranks_per_device)
   int32_t first_rank;
   uint64_t timeout_ns;
   uint64_t startup_timeout_ns;  // for the first generation
@@ -157,8 +156,7 @@ __device__ inline void pass(const DeviceTable& table, Stage stage, int32_t rank,
   }
 }
 
-__device__ inline int32_t missing_rank(const DeviceTable& table, Stage stage,
-                                       uint32_t generation) {
+__device__ inline int32_t missing_rank(const DeviceTable& table, Stage stage, uint32_t generation) {
   for (int32_t r = 0; r < table.shape.slots.num_ranks; ++r) {
     const uint32_t* word = &table.block(r).words()->arrived[static_cast<int32_t>(stage)];
     if (!has_reached(load_relaxed(word), generation)) return r;
@@ -180,9 +178,9 @@ __device__ inline bool wait(const DeviceTable& table, Stage stage, int32_t rank,
     if (has_reached(load_acquire(word), complete)) return aborted == 0;
     if (aborted != 0) return false;
     if (global_ns() - begin < limit) continue;
-    fail(table, {static_cast<int32_t>(ErrorCode::kTimeout), rank,
-                 missing_rank(table, stage, generation), layer, static_cast<int32_t>(stage),
-                 generation, limit / 1'000'000, 0});
+    fail(table,
+         {static_cast<int32_t>(ErrorCode::kTimeout), rank, missing_rank(table, stage, generation),
+          layer, static_cast<int32_t>(stage), generation, limit / 1'000'000, 0});
     return false;
   }
 }

@@ -51,15 +51,32 @@ inline std::vector<double> workload(std::mt19937& rng, int kind, int32_t ranks, 
     for (int32_t e = 0; e < experts; ++e) {
       double& w = weight[static_cast<size_t>(s) * experts + e];
       switch (kind) {
-        case 1: w = e % 17 == at % 17 ? 20 : 1; break;
-        case 2: w = e / home == at ? 9 : 1; break;
-        case 3: w = e % home == 0 ? 6 : 1; break;
-        case 4: w = (1.0 + s % 5) * (e % 11 == 3 ? 8 : 1); break;
-        case 5: w = e == step || e / home == at ? 0 : 1 + (e % 7 == 1) * 5; break;
-        case 6: w = (e + step) % experts < 1 + experts / 16 ? 15 : 1; break;
-        case 7: w = s == at && e % 5 == 0 ? 40 : 1; break;
-        case 8: w = std::exp(2.0 * std::sin(e * 12.9898 + step) + std::sin(s * 4.1 + e)); break;
-        default: break;
+        case 1:
+          w = e % 17 == at % 17 ? 20 : 1;
+          break;
+        case 2:
+          w = e / home == at ? 9 : 1;
+          break;
+        case 3:
+          w = e % home == 0 ? 6 : 1;
+          break;
+        case 4:
+          w = (1.0 + s % 5) * (e % 11 == 3 ? 8 : 1);
+          break;
+        case 5:
+          w = e == step || e / home == at ? 0 : 1 + (e % 7 == 1) * 5;
+          break;
+        case 6:
+          w = (e + step) % experts < 1 + experts / 16 ? 15 : 1;
+          break;
+        case 7:
+          w = s == at && e % 5 == 0 ? 40 : 1;
+          break;
+        case 8:
+          w = std::exp(2.0 * std::sin(e * 12.9898 + step) + std::sin(s * 4.1 + e));
+          break;
+        default:
+          break;
       }
     }
   }
@@ -74,14 +91,15 @@ inline std::string describe(const PlanConfig& c) {
   return text;
 }
 
-inline std::vector<std::vector<int32_t>> draw_ids(std::mt19937& rng, int kind, const PlanConfig& config,
-                                           size_t num_routes) {
+inline std::vector<std::vector<int32_t>> draw_ids(std::mt19937& rng, int kind,
+                                                  const PlanConfig& config, size_t num_routes) {
   const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
   const auto weight = workload(rng, kind, ranks, experts);
   std::vector<std::vector<int32_t>> ids(ranks);
   for (int32_t s = 0; s < ranks; ++s) {
-    std::discrete_distribution<int32_t> draw(weight.begin() + static_cast<size_t>(s) * experts,
-                                             weight.begin() + (static_cast<size_t>(s) + 1) * experts);
+    std::discrete_distribution<int32_t> draw(
+        weight.begin() + static_cast<size_t>(s) * experts,
+        weight.begin() + (static_cast<size_t>(s) + 1) * experts);
     for (size_t i = 0; i < num_routes; ++i) {
       const uint32_t odd = rng() % 64;
       ids[s].push_back(odd == 0 ? -1 : odd == 1 ? experts : odd == 2 ? INT32_MIN : draw(rng));

@@ -16,14 +16,14 @@
 #include "ffi/cuda/plan.cuh"
 #include "tests/cuda/plan_cases.h"
 
-#define CHECK_CUDA(call)                                                                  \
-  do {                                                                                    \
-    const cudaError_t error_ = (call);                                                    \
-    if (error_ != cudaSuccess) {                                                          \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call,                  \
-                   cudaGetErrorString(error_));                                           \
-      std::exit(2);                                                                       \
-    }                                                                                     \
+#define CHECK_CUDA(call)                                                 \
+  do {                                                                   \
+    const cudaError_t error_ = (call);                                   \
+    if (error_ != cudaSuccess) {                                         \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
+                   cudaGetErrorString(error_));                          \
+      std::exit(2);                                                      \
+    }                                                                    \
   } while (0)
 
 namespace iser::cuda {
@@ -90,8 +90,8 @@ struct TestDevice {
     blocks.fill(0);
     slot_tables.fill(0xff);  // no expert; version -1
     stamps.fill(0);
-    CHECK_CUDA(prepare_plan(sizes.config, num_local, shape.max_routes(), sizes.max_ctas_per_rank,
-                            &grid));
+    CHECK_CUDA(
+        prepare_plan(sizes.config, num_local, shape.max_routes(), sizes.max_ctas_per_rank, &grid));
     poison();
   }
   ~TestDevice() {

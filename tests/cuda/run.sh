@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the CUDA tests and benchmarks with nvcc and runs them; needs a GPU of compute capability 9.0.
+# Builds the CUDA tests and benchmarks with nvcc and runs them on a GPU of compute capability 9.0.
 #
 #   tests/cuda/run.sh [build|test|bench|sanitize]...   (default: build test)
 #   tests/cuda/run.sh simt                             the plan's code on the CPU; needs neither

@@ -109,8 +109,8 @@ std::string check_call(TestDomain& domain, std::mt19937& rng, int kind, uint32_t
                        HostTables& tables) {
   const PlanConfig& config = domain.sizes.config;
   const SlotSpace& slots = config.slots;
-  const int32_t num_tokens = rng() % 5 ? domain.sizes.max_tokens
-                                       : std::min<int32_t>(rng() % 9, domain.sizes.max_tokens);
+  const int32_t num_tokens =
+      rng() % 5 ? domain.sizes.max_tokens : std::min<int32_t>(rng() % 9, domain.sizes.max_tokens);
   const size_t routes = static_cast<size_t>(num_tokens) * domain.sizes.top_k;
   const auto ids = draw_ids(rng, kind, config, routes);
   const int32_t layer = rng() % 4, version = rng() % 8 == 0;
@@ -220,9 +220,10 @@ void test_op(int32_t ranks, int32_t domains, int32_t num_devices, const std::vec
     sizes.max_ctas_per_rank = std::min(pick(rng, {1, 2, 4, 8}), std::max(1, 64 / ranks));
     TestDomain domain(sizes, gpus);
     if (is_one_gpu) share_gpu(domain);
-    HostTables tables{std::vector<int32_t>(sizes.num_banks, -1),
-                      std::vector<std::vector<int32_t>>(
-                          sizes.num_banks, std::vector<int32_t>(sizes.config.max_broadcasts(), -1))};
+    HostTables tables{
+        std::vector<int32_t>(sizes.num_banks, -1),
+        std::vector<std::vector<int32_t>>(sizes.num_banks,
+                                          std::vector<int32_t>(sizes.config.max_broadcasts(), -1))};
     for (uint32_t generation = 1; generation <= 4; ++generation) {
       const std::string why = check_call(domain, rng, (i + generation) % 9, generation, tables);
       ++calls;

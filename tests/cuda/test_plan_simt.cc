@@ -39,7 +39,8 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
   carve_rewrite(config, kThreads / 32, sizes, rewrite);
   const int32_t source = rng() % ranks;
   std::vector<Broadcast> broadcasts(rows);
-  std::vector<int32_t> quota(static_cast<size_t>(rows) * ranks, -7), load_before(ranks), load(ranks);
+  std::vector<int32_t> quota(static_cast<size_t>(rows) * ranks, -7), load_before(ranks),
+      load(ranks);
   std::vector<int32_t> route_slot(routes, -7), send(routes, -7);
   int32_t num_broadcasts = -7;
   std::vector<uint8_t> memory(sizes.used + 16, 0xcd);
@@ -50,8 +51,7 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
   std::vector<uint16_t> ordered(routes + 1);
   std::vector<int32_t> order_first(experts);
   int32_t num_ordered = 0;
-  const ExpertOrder order{order_first.data(), &num_ordered,
-                          rng() % 4 ? ordered.data() : nullptr};
+  const ExpertOrder order{order_first.data(), &num_ordered, rng() % 4 ? ordered.data() : nullptr};
   uint8_t* base = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16;
   Carver carver{base, 0};
   carve_plan(config, carver, plan);
@@ -67,13 +67,12 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
     sum_warps(experts, warp_counts.data(), cta_counts.data());
     __syncthreads();
     finish_places(range, experts, warp_counts.data(), before_cta.data(), packed.data());
-    derive(config, counts.data(), plan, copy_to, NoStamps{},
-           [&](int32_t first) {
-             start_rewrite(config, plan, rewrite, source, first);
-             if (warp_index() == 1) {
-               order_experts(experts, cta_counts.data(), before_cta.data(), order);
-             }
-           });
+    derive(config, counts.data(), plan, copy_to, NoStamps{}, [&](int32_t first) {
+      start_rewrite(config, plan, rewrite, source, first);
+      if (warp_index() == 1) {
+        order_experts(experts, cta_counts.data(), before_cta.data(), order);
+      }
+    });
     share_out(config, plan, rewrite, source);
     __syncthreads();
     scan_slots(config.slots.num_slots(), rewrite);

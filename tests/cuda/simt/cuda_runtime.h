@@ -1,5 +1,6 @@
-// Enough of CUDA to run one CTA's code on a CPU, a fiber for each thread, so that kernels' logic can
-// be tested, and looked at by sanitizers, where there is no GPU. Warp operations take full warps.
+// Enough of CUDA to run one CTA's code on a CPU, a fiber for each thread, so that kernels' logic
+// can be tested, and looked at by sanitizers, where there is no GPU. Warp operations take full
+// warps.
 #pragma once
 
 #include <ucontext.h>
@@ -90,8 +91,8 @@ inline void enter() {
   swapcontext(&fibers[current]->context, &scheduler);
 }
 
-// Runs `kernel` on one CTA of `threads` threads. One warp at a time gets as far as it can alone, or a
-// random way of it: code that needs an order which no barrier gives it is soon found out.
+// Runs `kernel` on one CTA of `threads` threads. One warp at a time gets as far as it can alone, or
+// a random way of it: code that needs an order which no barrier gives it is soon found out.
 inline void run(unsigned threads, std::function<void()> kernel) {
   body = &kernel;
   blockDim.x = threads;
@@ -143,8 +144,8 @@ inline void __syncwarp() { simt::exchange(0); }
 
 inline int __shfl_sync(unsigned, int value, int source, int width = 32) {
   const int lane = threadIdx.x % 32;
-  return static_cast<int>(simt::exchange(static_cast<uint32_t>(value))[lane / width * width +
-                                                                       (source & (width - 1))]);
+  return static_cast<int>(
+      simt::exchange(static_cast<uint32_t>(value))[lane / width * width + (source & (width - 1))]);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
