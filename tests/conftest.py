@@ -33,7 +33,7 @@ def _why_no_gpu() -> str | None:
     try:
         import jax_iser._iser_cuda  # noqa: F401
     except ImportError as error:
-        return f"the CUDA extension is not built (ISER_CUDA=1 builds it): {error}"
+        return f"the CUDA extension is not built: {error}"
     return None
 
 
