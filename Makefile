@@ -4,9 +4,6 @@ PYTEST_ARGS ?=
 ARGS ?=
 SETUP := @$(PYTHON) scripts/setup_env.py
 
-# Tests import the installed package, also from `python -c` in the checkout.
-export PYTHONSAFEPATH := 1
-
 .PHONY: setup prefill test test-oldest test-newest lint format sanitize wheels bench clean help
 
 help: ## this list
