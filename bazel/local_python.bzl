@@ -19,6 +19,9 @@ print(jax.ffi.include_dir())
 """
 
 _BUILD = """
+load("@rules_cc//cc:defs.bzl", "cc_library")
+load("@rules_python//python:defs.bzl", "py_runtime", "py_runtime_pair")
+
 package(default_visibility = ["//visibility:public"])
 
 cc_library(
@@ -65,9 +68,6 @@ toolchain(
 )
 """
 
-_LOADS = """load("@bazel_tools//tools/python:toolchain.bzl", "py_runtime_pair")
-"""
-
 def _find_python(ctx):
     asked = ctx.os.environ.get("ISER_PYTHON")
     if asked:
@@ -95,7 +95,7 @@ def _local_python_impl(ctx):
     ctx.symlink(xla, "xla")
     robin_map = ctx.path(nanobind).dirname.get_child("ext").get_child("robin_map").get_child("include")
     ctx.symlink(robin_map, "robin_map")
-    ctx.file("BUILD", _LOADS + _BUILD.format(python = python))
+    ctx.file("BUILD", _BUILD.format(python = python))
 
 local_python = repository_rule(
     implementation = _local_python_impl,
