@@ -101,8 +101,7 @@ def try_cuda(found: dict) -> tuple[dict, dict]:
     """Fused method and unicast fabric on the GPU."""
     why = []
     if not found["extension"]:
-        build = "ISER_CUDA=1 builds it" if found["nvcc"] else "its build needs nvcc, not found here"
-        why.append(f"the CUDA extension is not built: {build}")
+        why.append("no CUDA extension: this version has the CUDA ops as a C++ library alone")
     if not found["jax_sees_gpu"]:
         why.append("jax sees no GPU")
     if why:
