@@ -93,13 +93,8 @@ def measure_layer(dtype, ranks_per_device, repeats, rng) -> dict:
         layers = {name: make_layer(mesh, balance) for name, balance in ARMS.items()}
 
         def run(name, routing):
-            y, plan = layers[name](
-                operands["x"],
-                operands[routing],
-                operands["topk_weights"],
-                operands["weights"],
-                domain.handle,
-            )
+            names = ("x", routing, "topk_weights", "weights")
+            y, plan = layers[name](*(operands[key] for key in names), domain.handle)
             return np.asarray(y), plan
 
         check(run, host)
@@ -109,7 +104,7 @@ def measure_layer(dtype, ranks_per_device, repeats, rng) -> dict:
             for name in ARMS
         }
         cases |= dense_cases(rng)
-        if dtype == "float32":
+        if dtype == "float32" and ranks_per_device == 1:
             on_one = jax.device_put(host, jax.devices()[0])
             arguments = [on_one[k] for k in ("x", "balanced", "topk_weights", "weights")]
             cases["ragged_dot"] = lambda: ragged_layer(*arguments).block_until_ready()
@@ -142,7 +137,7 @@ def check(run, host) -> None:
     for routing in ("balanced", "skewed"):
         off, on = run("off", routing)[0], run("on", routing)[0]
         assert off.tobytes() == on.tobytes(), f"replicas changed the output under {routing} routing"
-        if off.dtype == np.float32:
+        if off.dtype == np.float32 and routing == "skewed":
             arguments = (host["x"], host[routing], host["topk_weights"], host["weights"])
             expected = np.asarray(ragged_layer(*arguments))
             np.testing.assert_allclose(off, expected, rtol=0, atol=1e-4 * np.abs(expected).max())

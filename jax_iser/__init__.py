@@ -1,5 +1,14 @@
 """jax_iser: expert-parallel MoE layers in JAX that balance their ranks at every call."""
 
+try:
+    from jax_iser import _iser as _iser
+except ImportError as error:
+    raise ImportError(
+        f"jax_iser's extension could not be loaded ({error}). In a source tree it has to be built: "
+        "install the package and start Python in another folder, or see docs/building.md for an "
+        "in-place build"
+    ) from error
+
 from jax_iser.config import DomainConfig as DomainConfig
 from jax_iser.domain import Domain as Domain
 from jax_iser.domain import DomainHandle as DomainHandle

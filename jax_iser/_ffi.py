@@ -34,6 +34,16 @@ def call(name, results, *operands, aliases=None):
     return jax.ffi.ffi_call(TARGETS[name], results, input_output_aliases=aliases or {})(*operands)
 
 
+def varying_like(operand, results):
+    """Results of a call, marked as differing along the mesh axes that the operand differs along.
+
+    `shard_map` checks such marks, and a call's results come without. What is alike on all ranks
+    (a plan but for its slots) stays unmarked.
+    """
+    axes = tuple(jax.typeof(operand).manual_axis_type.varying)
+    return [jax.lax.pcast(result, axes, to="varying") if axes else result for result in results]
+
+
 def key_value_client():
     """The key-value client of `jax.distributed`, or None in a single process."""
     from jax._src import distributed

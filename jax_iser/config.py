@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 from jax_iser.planner import check_plan_knobs
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 BANKS = ("shared", "per_layer")
+MAX_LAYERS = 1 << 16
+MAX_BYTES = 1 << 50  # far beyond any host: what offsets are computed with is much wider
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,8 @@ class DomainConfig:
       copy_rule: `"owner_direct"`, `"sami"`, or `"per_slot"` (the paper's mix of both).
       max_routes_per_rank: rows a rank computes at a time; more are computed in waves. Default:
         `2 * max_tokens_per_rank * top_k`.
-      timeout_s: limit of each wait for a peer. startup_timeout_s: the same in the first call.
+      timeout_s: limit of each wait for a peer. startup_timeout_s: the same in the first call of
+        several processes, which may have to compile first.
       poison: fill token, combine and output buffers with NaN before each call (for tests).
     """
 
@@ -59,6 +63,7 @@ class DomainConfig:
     poison: bool = False
 
     def __post_init__(self):
+        self._check_types()
         check_plan_knobs(
             self.num_ranks,
             self.num_experts,
@@ -68,17 +73,32 @@ class DomainConfig:
             self.gain_threshold,
             self.copy_rule,
         )
-        self._check_sizes()
         self._check_choices()
+        self._check_sizes()
         if self.max_routes_per_rank is None:
             routes = max(1, 2 * self.max_tokens_per_rank * self.top_k)
             object.__setattr__(self, "max_routes_per_rank", routes)
+
+    def _check_types(self):
+        """Integers become `int`, so that equal configurations have equal hashes."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type.startswith("int") and value is not None:
+                if isinstance(value, bool) or not hasattr(value, "__index__"):
+                    raise TypeError(f"{field.name}={value!r} is not an integer")
+                object.__setattr__(self, field.name, operator.index(value))
+            elif field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name}={value!r} is not True or False")
+            elif field.type == "float" and isinstance(value, (str, bool, type(None))):
+                raise TypeError(f"{field.name}={value!r} is not a number of seconds")
 
     def _check_sizes(self):
         names = ("top_k", "hidden_size", "intermediate_size", "ranks_per_device", "num_layers")
         for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers={self.num_layers} exceeds {MAX_LAYERS}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}")
         if self.max_tokens_per_rank < 0:
@@ -94,6 +114,14 @@ class DomainConfig:
                 f"{self.num_ranks} ranks x {self.max_tokens_per_rank} tokens x top_k={self.top_k} "
                 f"are {routes} routes a call, at most {2**31 - 1} are taken; lower "
                 "max_tokens_per_rank"
+            )
+        tokens = self.max_tokens_per_rank * (1 + self.top_k) * self.hidden_size * 4
+        helpers = self.num_layers * self.num_helper_slots * self.bundle_bytes
+        if (tokens + helpers + self.num_experts * self.bundle_bytes) * self.num_ranks > MAX_BYTES:
+            raise ValueError(
+                f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+                f"max_tokens_per_rank={self.max_tokens_per_rank} and num_layers={self.num_layers} "
+                f"ask for more than {MAX_BYTES >> 40} TiB; lower one of them"
             )
 
     def _check_choices(self):

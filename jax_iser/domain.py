@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import math
+import os
+import threading
+import warnings
 import weakref
 
 import jax
@@ -16,6 +20,7 @@ from jax_iser.errors import IserError
 from jax_iser.planner import COPY_RULES
 
 _open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
+_process = os.getpid()
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +30,7 @@ class DomainHandle:
 
     Attributes:
       words: `[devices, 4] u32`, sharded over the Domain's axis: id, first rank of the device,
-        a magic number, 0.
+        a mark of the process, 0.
       config: the Domain's `DomainConfig`, static.
     """
 
@@ -72,22 +77,35 @@ class Domain:
             **sizes,
         )
         self._devices = list(mesh.devices.flat)
-        self._shape = _shape_of(self.config, _bootstrap.process_count(self._devices) > 1)
+        is_multi_process = _bootstrap.process_count(self._devices) > 1
+        self._shape = _shape_of(self.config, is_multi_process)
         self._members = _bootstrap.connect(
             self._devices, ranks_per_device, self._shape.segment_bytes, self.config
         )
-        self._id = _iser.create_domain(
-            _options_of(self.config, self._shape), self._members.specs, self._members.local
-        )
-        self._is_open, self._num_placed = True, 0
-        self.handle = DomainHandle(self._place_words(), self.config)
+        self._lock, self._is_open, self._num_placed = threading.Lock(), True, 0
+        try:
+            self._id = _iser.create_domain(
+                _options_of(self.config, self._shape, is_multi_process),
+                self._members.specs,
+                self._members.local,
+            )
+        except BaseException:
+            self._members.close()
+            raise
+        self._dropped = weakref.finalize(self, _release_dropped, self._id, self._members)
+        self._dropped.atexit = False  # _close_all is there for the open ones
+        try:
+            self.handle = DomainHandle(self._place_words(), self.config)
+            self._members.barrier("made", self.config.startup_timeout_s)
+        except BaseException:
+            self._release(0.0)
+            raise
         _open_domains.add(self)
-        self._members.barrier("made", self.config.startup_timeout_s)
 
     def _place_words(self):
         ranks = self.config.ranks_per_device
         rows = [
-            np.array([[self._id, i * ranks, _iser.HANDLE_MAGIC, 0]], np.uint32)
+            np.array([[self._id, i * ranks, _iser.HANDLE_MARK, 0]], np.uint32)
             for i in range(len(self._devices))
         ]
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
@@ -116,20 +134,25 @@ class Domain:
           check: raise `IserError` if the Domain has failed.
           wait_s: how long calls in flight may take before they are failed.
         """
-        if not self._is_open:
-            return
-        _wait_for_results(self._devices)
-        failure = self._failure()
-        if failure is None:
-            # Idle first: a process that leaves looks dead to calls that still wait.
-            _iser.wait_idle(self._id, wait_s)
-            failure = self._failure() or self._part()
-        self._is_open = False
-        _open_domains.discard(self)
-        _iser.close_domain(self._id, wait_s if failure is None else 0.0)
-        self._members.close()
+        with self._lock:
+            if not self._is_open:
+                return
+            _wait_for_results(self._devices)
+            failure = self._failure()
+            if failure is None:
+                # Idle first: a process that leaves looks dead to calls that still wait.
+                _iser.wait_idle(self._id, wait_s)
+                failure = self._failure() or self._part()
+            self._release(wait_s if failure is None else 0.0)
         if check and failure is not None:
             raise failure
+
+    def _release(self, wait_s):
+        self._is_open = False
+        self._dropped.detach()
+        _open_domains.discard(self)
+        _iser.close_domain(self._id, wait_s)
+        self._members.close()
 
     def _part(self) -> IserError | None:
         missing = self._members.part(self.config.timeout_s)
@@ -224,6 +247,8 @@ class Domain:
         self._require_open()
         if stage not in STAGES:
             raise ValueError(f"stage={stage!r} is not one of {', '.join(STAGES)}")
+        if not (math.isfinite(seconds) and 0 <= seconds <= 3600):
+            raise ValueError(f"seconds={seconds} is outside 0..3600")
         _iser.stall(self._id, rank, STAGES.index(stage), seconds)
 
 
@@ -278,7 +303,9 @@ def _shape_of(config, is_multi_process):
     )
 
 
-def _options_of(config, shape):
+def _options_of(config, shape, is_multi_process):
+    # Devices of one process start together; processes may have to compile first.
+    startup_timeout_s = config.startup_timeout_s if is_multi_process else config.timeout_s
     return _iser.DomainOptions(
         shape=shape,
         is_bf16=config.dtype == "bfloat16",
@@ -291,7 +318,7 @@ def _options_of(config, shape):
         ranks_per_device=config.ranks_per_device,
         max_routes_per_rank=config.max_routes_per_rank,
         timeout_s=config.timeout_s,
-        startup_timeout_s=config.startup_timeout_s,
+        startup_timeout_s=startup_timeout_s,
         poison=config.poison,
     )
 
@@ -329,7 +356,25 @@ def _wait_for_results(devices):
             continue
 
 
+def _release_dropped(domain_id, members):
+    """Ends a Domain that nobody closed. On a thread of its own: garbage is found on any thread, one
+    of the Domain's included, which could not wait for itself."""
+    warnings.warn(
+        "a jax_iser.Domain was dropped without close(); use it as a context manager",
+        ResourceWarning,
+        stacklevel=2,
+    )
+
+    def release():
+        _iser.close_domain(domain_id, 1.0)
+        members.close()
+
+    threading.Thread(target=release, name="jax_iser-release", daemon=True).start()
+
+
 @atexit.register
 def _close_all():
+    if os.getpid() != _process:
+        return  # a forked child has the Domains' memory, but not their threads
     for domain in list(_open_domains):
         domain.close(check=False, wait_s=1.0)

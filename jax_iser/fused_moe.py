@@ -10,10 +10,10 @@ from jax_iser.planner import Plan
 from jax_iser.replication import ExpertWeights, Ticket, check_tokens, check_weights, not_mapped
 
 
-def plan_results(config, num_routes_shape) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of `Plan`'s fields, in their order."""
+def plan_results(config, routes_shape) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Types of `Plan`'s fields, in their order."""
     rows, ranks = config.num_ranks * config.num_helper_slots, config.num_ranks
-    shapes = (num_routes_shape, (rows, 6), (rows, ranks), (), (ranks,), (ranks,), ())
+    shapes = (routes_shape, (rows, 6), (rows, ranks), (), (ranks,), (ranks,), ())
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
     return (*results, jax.ShapeDtypeStruct((), jnp.uint32))
 
@@ -25,7 +25,9 @@ def _make_call(config):
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             *plan_results(config, topk_weights.shape),
         )
-        return _ffi.call("fused_moe", results, words, x, topk_weights, gate, up, down, after)
+        operands = (words, x, topk_weights, gate, up, down, after)
+        y, route_slot, *common = _ffi.call("fused_moe", results, *operands)
+        return *_ffi.varying_like(x, (y, route_slot)), *common
 
     return fused_moe
 

@@ -330,12 +330,33 @@ def attach(model: nnx.Module, domain) -> None:
     """Gives every `MoE` of `model` the handle of `domain` (a Domain or a handle; None detaches).
 
     The handle is a variable of the module: it travels into `nnx.jit` with the model's state, so a
-    closed and remade Domain is attached again without recompilation.
+    closed and remade Domain is attached again without recompilation. It means nothing to another
+    process: attach a restored model again.
+
+    Raises:
+      ValueError: the Domain was made for other sizes than a module has, naming both values.
     """
     handle = getattr(domain, "handle", domain)
     for _, module in nnx.iter_graph(model):
         if isinstance(module, MoE):
+            if handle is not None:
+                _check_fits(module, handle.config)
             module.domain = None if handle is None else AttachedDomain(handle)
+
+
+def _check_fits(module, config):
+    for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+        if getattr(module, name) != getattr(config, name):
+            raise ValueError(
+                f"the Domain was made for {name}={getattr(config, name)}, an MoE of the model has "
+                f"{getattr(module, name)}; make a Domain of the model's sizes"
+            )
+    devices = 1 if module.mesh is None else module.mesh.shape[module.axis]
+    if devices != config.num_devices:
+        raise ValueError(
+            f'the Domain spans {config.num_devices} devices, axis "{module.axis}" of an MoE has '
+            f"{devices}; make the Domain on the model's mesh"
+        )
 
 
 def load_hf(moe: MoE, tensors: Mapping[str, jax.Array], prefix: str = "") -> None:

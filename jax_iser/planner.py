@@ -46,7 +46,7 @@ def check_plan_arguments(
 ):
     """Validates `plan_counts`' arguments; returns the arrays as i32 (`resident` may be None)."""
     counts = np.asarray(counts)
-    if counts.ndim != 2 or not np.issubdtype(counts.dtype, np.integer):
+    if counts.ndim != 2 or counts.dtype.kind not in "iu":
         raise ValueError(
             f"counts must be an integer array [ranks, experts], got {counts.dtype} of shape "
             f"{counts.shape}"
@@ -56,6 +56,14 @@ def check_plan_arguments(
     check_plan_knobs(num_ranks, num_experts, *knobs)
     _check_counts(counts)
     if resident is not None:
+        resident = np.asarray(resident)
+        if resident.dtype.kind not in "iu":
+            raise ValueError(f"resident is {resident.dtype}, expected integers")
+        if resident.size and not -1 <= resident.min() <= resident.max() < counts.shape[1]:
+            raise ValueError(
+                f"resident ranges from {resident.min()} to {resident.max()}, expected ids below "
+                f"{counts.shape[1]} experts, or -1"
+            )
         resident = np.ascontiguousarray(resident, np.int32)
         if resident.shape != (counts.shape[0], num_helper_slots):
             raise ValueError(
@@ -174,7 +182,7 @@ def plan_many(
 ) -> PlanBatch:
     """`plan_counts` on `[N, P, E]` count matrices, spread over threads (default: all cores)."""
     counts = np.asarray(counts)
-    if counts.ndim != 3 or not np.issubdtype(counts.dtype, np.integer):
+    if counts.ndim != 3 or counts.dtype.kind not in "iu":
         raise ValueError(
             f"counts must be integers [plans, ranks, experts], got {counts.dtype} of shape "
             f"{counts.shape}"
@@ -228,4 +236,5 @@ def plan(topk_ids: jax.Array, domain, *, layer=0, weights_version=0, balance="ha
     check_tokens("topk_ids", topk_ids, domain.config.top_k, domain.config, "int32")
     params = call_params(layer, weights_version, balance)
     results = plan_results(domain.config, topk_ids.shape)
-    return Plan(*_ffi.call("plan", results, domain.words, params, topk_ids))
+    route_slot, *common = _ffi.call("plan", results, domain.words, params, topk_ids)
+    return Plan(*_ffi.varying_like(topk_ids, (route_slot,)), *common)

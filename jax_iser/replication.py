@@ -66,7 +66,8 @@ def _start(words, params, topk_ids, x, gate, up, down):
         jax.ShapeDtypeStruct((4,), jnp.uint32),
         jax.ShapeDtypeStruct(x.shape, x.dtype),
     )
-    return _ffi.call("start", results, words, params, topk_ids, x, gate, up, down, aliases={3: 1})
+    operands = (words, params, topk_ids, x, gate, up, down)
+    return _ffi.varying_like(x, _ffi.call("start", results, *operands, aliases={3: 1}))
 
 
 def start(

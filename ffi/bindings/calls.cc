@@ -6,7 +6,9 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <string>
+#include <utility>
 
 #include "ffi/bindings/bindings.h"
 #include "ffi/bindings/registry.h"
@@ -31,9 +33,14 @@ using F32 = ffi::Buffer<ffi::DataType::F32>;
 template <typename B>
 using Out = ffi::Result<B>;
 
-// Handle and ticket words, u32: [domain id, first rank of the device, magic, generation].
-constexpr uint32_t kMagic = 0x15E3'0E00;
+// Handle and ticket words, u32: [domain id, first rank of the device, mark, generation].
 constexpr size_t kNumWords = 4;
+
+// Differs from process to process: words that outlived theirs, in a saved state say, name nothing.
+uint32_t process_mark() {
+  static const uint32_t mark = std::random_device()();
+  return mark;
+}
 
 // Where in a compiled program a call stands: made once an executable, the same on all its devices.
 struct CallSite {
@@ -60,10 +67,10 @@ struct Target {
 };
 
 Target find_target(const uint32_t* words, size_t count) {
-  if (count != kNumWords || words[2] != kMagic) {
+  if (count != kNumWords || words[2] != process_mark()) {
     return {nullptr, nullptr,
-            "the domain operand is not a handle; pass domain.handle, sharded over "
-            "its axis, as an argument of the program"};
+            "the domain operand is not a handle of this process; pass domain.handle, sharded over "
+            "its axis, as an argument of the program (and attach a restored model again)"};
   }
   std::shared_ptr<Domain> domain = find_domain(words[0]);
   if (!domain) {
@@ -81,6 +88,55 @@ Target find_target(const uint32_t* words, size_t count) {
   if (domain->has_failed()) return {nullptr, nullptr, domain->error_text()};
   return {std::move(domain), device, ""};
 }
+
+// Programs are compiled for a configuration, but the words say which Domain they meet: an error
+// where a buffer is not as long as that Domain reads or writes.
+std::string check_size(const char* name, size_t found, size_t expected) {
+  if (found == expected) return "";
+  return std::string(name) + " has " + std::to_string(found) + " bytes, the Domain expects " +
+         std::to_string(expected) +
+         ": the program was compiled for other sizes; pass the handle of a Domain of its sizes";
+}
+
+std::string check_dtype(const Domain& domain, const char* name, ffi::DataType found) {
+  const bool is_f32 = domain.options.dtype == cpu::DType::kF32;
+  if (found == (is_f32 ? ffi::DataType::F32 : ffi::DataType::BF16)) return "";
+  return std::string(name) + " is not " + (is_f32 ? "float32" : "bfloat16") +
+         ", the Domain's dtype; pass the handle of a Domain of the program's dtype";
+}
+
+// The arrays that `write_plan_outputs` fills; `num_tokens` of one rank.
+struct PlanBuffers {
+  Out<I32>&route_slot, &broadcasts, &quota, &num_broadcasts, &load_before, &load, &status;
+  Out<U32>& generation;
+
+  std::string check(const Domain& domain, int32_t num_tokens) const {
+    const size_t word = sizeof(int32_t), ranks = domain.shape().slots.num_ranks;
+    const size_t rows = domain.options.plan_config().max_broadcasts();
+    const size_t routes =
+        size_t{1} * domain.options.ranks_per_device * num_tokens * domain.shape().top_k;
+    const std::pair<const char*, std::pair<size_t, size_t>> sizes[] = {
+        {"route_slot", {route_slot->size_bytes(), word * routes}},
+        {"broadcasts", {broadcasts->size_bytes(), word * rows * 6}},
+        {"quota", {quota->size_bytes(), word * rows * ranks}},
+        {"num_broadcasts", {num_broadcasts->size_bytes(), word}},
+        {"load_before", {load_before->size_bytes(), word * ranks}},
+        {"load", {load->size_bytes(), word * ranks}},
+        {"status", {status->size_bytes(), word}},
+        {"generation", {generation->size_bytes(), word}}};
+    for (const auto& [name, size] : sizes) {
+      const std::string error = check_size(name, size.first, size.second);
+      if (!error.empty()) return error;
+    }
+    return "";
+  }
+
+  PlanOutputs outputs() const {
+    return {route_slot->typed_data(),     broadcasts->typed_data(),  quota->typed_data(),
+            num_broadcasts->typed_data(), load_before->typed_data(), load->typed_data(),
+            status->typed_data(),         generation->typed_data()};
+  }
+};
 
 // Tokens of one rank of a [V * tokens, width] operand, or an error.
 std::string count_tokens(const Domain& domain, ffi::Span<const int64_t> dims, int64_t width,
@@ -105,6 +161,8 @@ const uint8_t* plane_of(const Domain& domain, const ffi::AnyBuffer& plane, int32
   const int64_t experts =
       int64_t{domain.options.ranks_per_device} * domain.shape().slots.num_home();
   const size_t bytes = experts * domain.shape().plane_bytes();
+  *error = check_dtype(domain, "a plane of the weights", plane.element_type());
+  if (!error->empty()) return nullptr;
   const auto dims = plane.dimensions();
   const bool is_stacked = dims.size() == 4;
   const int64_t layers = is_stacked ? dims[0] : 1;
@@ -146,6 +204,8 @@ ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 top
   Domain& domain = *target.domain;
   StartCall call{};
   std::string error = read_call(domain, params, topk_ids, &call);
+  if (error.empty()) error = check_size("x_out", x_out->size_bytes(), x.size_bytes());
+  if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumWords);
   if (!error.empty()) return failed(error);
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
   for (int i = 0; i < 3; ++i) {
@@ -193,6 +253,15 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
     error = "x has " + std::to_string(num_tokens) + " tokens per rank, topk_ids had " +
             std::to_string(invocation->call.num_tokens);
   }
+  const PlanBuffers plan{route_slot,  broadcasts, quota,  num_broadcasts,
+                         load_before, load,       status, generation};
+  if (error.empty()) error = check_dtype(domain, "x", x.element_type());
+  if (error.empty()) error = check_size("y", y->size_bytes(), x.size_bytes());
+  if (error.empty()) {
+    error = check_size("topk_weights", topk_weights.size_bytes(),
+                       invocation->route_slot.size() * sizeof(float));
+  }
+  if (error.empty()) error = plan.check(domain, num_tokens);
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
   for (int i = 0; i < 3 && error.empty(); ++i) {
     const uint8_t* plane = plane_of(domain, *planes[i], invocation->call.layer, &error);
@@ -209,13 +278,8 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
   }
   ffi::Promise promise;
   ffi::Future future(promise);
-  FusedCall call{static_cast<const uint8_t*>(x.untyped_data()),
-                 topk_weights.typed_data(),
-                 static_cast<uint8_t*>(y->untyped_data()),
-                 {route_slot->typed_data(), broadcasts->typed_data(), quota->typed_data(),
-                  num_broadcasts->typed_data(), load_before->typed_data(), load->typed_data(),
-                  status->typed_data(), generation->typed_data()},
-                 completion(promise)};
+  FusedCall call{static_cast<const uint8_t*>(x.untyped_data()), topk_weights.typed_data(),
+                 static_cast<uint8_t*>(y->untyped_data()), plan.outputs(), completion(promise)};
   target.device->fused_moe(invocation->generation, std::move(call));
   return future;
 }
@@ -228,15 +292,14 @@ ffi::Future plan(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 top
   Domain& domain = *target.domain;
   StartCall call{};
   call.is_plan_only = true;
-  const std::string error = read_call(domain, params, topk_ids, &call);
+  const PlanBuffers buffers{route_slot,  broadcasts, quota,  num_broadcasts,
+                            load_before, load,       status, generation};
+  std::string error = read_call(domain, params, topk_ids, &call);
+  if (error.empty()) error = buffers.check(domain, call.num_tokens);
   if (!error.empty()) return failed_future(error);
   ffi::Promise promise;
   ffi::Future future(promise);
-  const PlanOutputs outputs{route_slot->typed_data(),  broadcasts->typed_data(),
-                            quota->typed_data(),       num_broadcasts->typed_data(),
-                            load_before->typed_data(), load->typed_data(),
-                            status->typed_data(),      generation->typed_data()};
-  target.device->start({run.run_id, site->number}, call, outputs, completion(promise));
+  target.device->start({run.run_id, site->number}, call, buffers.outputs(), completion(promise));
   return future;
 }
 
@@ -305,7 +368,7 @@ void bind_calls(nb::module_& m) {
     type["type_info"] = nb::capsule(&call_site_info);
     return type;
   });
-  m.attr("HANDLE_MAGIC") = kMagic;
+  m.attr("HANDLE_MARK") = process_mark();
   m.def("cpu_calls", [] {
     nb::dict calls;
     const auto with_site = [](auto* execute) {

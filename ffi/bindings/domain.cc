@@ -17,6 +17,7 @@
 
 #include "ffi/bindings/bindings.h"
 #include "ffi/bindings/registry.h"
+#include "ffi/cpu/pool.h"
 
 namespace nb = nanobind;
 
@@ -43,24 +44,32 @@ uint8_t* map_shared(int fd, size_t bytes) {
   return static_cast<uint8_t*>(base);
 }
 
+struct Mapping {
+  Mapping(int fd, size_t size) : base(map_shared(fd, size)), bytes(size) {}
+  Mapping(Mapping&& other) noexcept : base(other.base), bytes(other.bytes) { other.base = nullptr; }
+  ~Mapping() {
+    if (base) munmap(base, bytes);
+  }
+  uint8_t* base;
+  size_t bytes;
+};
+
 // (fd, first rank, ranks, socket to the process or -1)
 using SegmentSpec = std::tuple<int, int, int, int>;
 
 uint32_t create_domain(const cpu::DomainOptions& options, const std::vector<SegmentSpec>& specs,
                        int local_segment) {
-  cpu::gemm_isa();  // raises on a bad ISER_CPU_ISA here rather than on a thread of the pool
+  cpu::gemm_isa();      // raises on a bad ISER_CPU_ISA here rather than on a thread of the pool
+  cpu::Pool::shared();  // and on a bad ISER_NUM_THREADS
   std::vector<cpu::Segment> segments;
-  std::vector<size_t> sizes;
+  auto mappings = std::make_shared<std::vector<Mapping>>();
   for (const auto& [fd, first_rank, num_ranks, alive_fd] : specs) {
-    sizes.push_back(segment_bytes(options.shape, num_ranks));
-    segments.push_back({map_shared(fd, sizes.back()), first_rank, num_ranks, alive_fd});
+    mappings->emplace_back(fd, segment_bytes(options.shape, num_ranks));
+    segments.push_back({mappings->back().base, first_rank, num_ranks, alive_fd});
   }
-  std::shared_ptr<cpu::Domain> domain(new cpu::Domain(options, segments, local_segment),
-                                      [segments, sizes](cpu::Domain* d) {
-                                        delete d;
-                                        for (size_t i = 0; i < segments.size(); ++i)
-                                          munmap(segments[i].base, sizes[i]);
-                                      });
+  std::shared_ptr<cpu::Domain> domain(
+      new cpu::Domain(options, std::move(segments), local_segment),
+      [mappings](cpu::Domain* d) { delete d; });  // the mappings go after it
   std::lock_guard lock(registry().mutex);
   const uint32_t id = registry().next_id++;
   registry().domains[id] = std::move(domain);
@@ -90,7 +99,7 @@ bool close_domain(uint32_t id, double wait_s) {
   }
   {
     std::lock_guard lock(registry().mutex);
-    registry().domains.erase(id);
+    if (registry().domains.erase(id) == 0) return is_idle;  // another closer ends it
   }
   // Calls hold the Domain only while they enqueue. It must end here: on a thread of a device it
   // would wait for itself.

@@ -230,7 +230,10 @@ std::string Domain::error_text() const {
       }
       return rank + " waited " + number(e.expected) + " ms for " +
              (e.peer < 0 ? std::string("its routes") : "rank " + number(e.peer)) + where +
-             "; a rank is late, stuck or in another program: look there, or raise timeout_s";
+             "; a rank is late, stuck or in another program: look there, or raise " +
+             (e.generation == 1 && options.startup_timeout_ns != options.timeout_ns
+                  ? "startup_timeout_s"
+                  : "timeout_s");
     case ErrorCode::kPeerDied:
       return rank + " lost the process of rank " + number(e.peer) + where +
              "; close this Domain and make a new one with the processes that are left";

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 namespace iser::cpu {
@@ -11,7 +13,13 @@ namespace {
 
 int default_threads() {
   if (const char* text = std::getenv("ISER_NUM_THREADS")) {
-    if (const int threads = std::atoi(text); threads > 0) return threads;
+    char* end = nullptr;
+    const long threads = std::strtol(text, &end, 10);
+    if (end != text && *end == '\0' && 1 <= threads && threads <= 4096) {
+      return static_cast<int>(threads);
+    }
+    throw std::invalid_argument("ISER_NUM_THREADS=" + std::string(text) +
+                                " is not a number from 1 to 4096; unset it to use every core");
   }
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));

@@ -34,6 +34,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None or sys.stderr is None:  # closed by whoever started it
+        return 1
     if argv and argv[0] in COMMANDS:
         return _run(argv[0], argv[1:])
     top = Parser(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,8 @@ def check_writable(option: str, target: str | None) -> None:
         raise UsageError(f"{option} {target} is a directory; name a file")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {target}: the directory {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {target} cannot be written here")
 
 
 def number(kind: type, low: float, high: float | None = None) -> Callable[[str], float]:

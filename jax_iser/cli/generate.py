@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import os
 import sys
 
 from jax_iser.cli import _devices, _model
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _model.model_directory(args)
-    prompt = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode()
+    prompt = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
     if 0 in prompt:
         raise UsageError("--prompt holds a zero byte, which separates documents; leave it out")
     _devices.force_devices(1, "generate")

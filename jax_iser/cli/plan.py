@@ -5,6 +5,7 @@ assignments of source rank s to expert e; expert e lives on rank e // (experts /
 from __future__ import annotations
 
 import argparse
+import tokenize
 import warnings
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,16 @@ def read_integers(path: str) -> np.ndarray:
             array = np.load(path, allow_pickle=False)
         else:
             with warnings.catch_warnings(action="ignore"):  # of an empty file, an error below
-                array = np.loadtxt(path, dtype=np.int64, delimiter=",", ndmin=2)
+                array = np.loadtxt(
+                    path, dtype=np.int64, delimiter=",", ndmin=2, encoding="utf-8-sig"
+                )
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError) as error:
         raise UsageError(f"{path} does not hold integers: {error}") from error
-    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or not array.size:
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{path} is an archive of arrays, expected one array as .npy")
+    if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
         raise UsageError(
             f"{path} holds {array.dtype} of shape {array.shape}, expected integers [ranks, experts]"
         )

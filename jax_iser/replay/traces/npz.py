@@ -24,7 +24,7 @@ from jax_iser.replay.traces.tokens import TokenTrace
 
 def check_topk_ids(path, field: str, header: Header) -> None:
     """Refuses an array that is not integers `[tokens, layers, top_k]` within the limits."""
-    if len(header.shape) != 3 or not np.issubdtype(header.dtype, np.integer):
+    if len(header.shape) != 3 or header.dtype.kind not in "iu":
         raise TraceError(
             path,
             field,
@@ -68,7 +68,7 @@ def read_npz(path, num_experts: int | None = None) -> TokenTrace:
         source = _optional(path, archive, names, "source_rank")
         stated = _optional(path, archive, names, "num_experts")
     if stated is not None:
-        if stated.shape != () or not np.issubdtype(stated.dtype, np.integer):
+        if stated.shape != () or stated.dtype.kind not in "iu":
             found = f"{stated.dtype} of shape {stated.shape}"
             raise TraceError(path, "num_experts", found, "an integer scalar")
         stated = int(stated)
@@ -94,7 +94,7 @@ def _optional(path, archive, names, name):
 def _check_source(path, source, tokens):
     if source is None:
         return
-    if source.shape != (tokens,) or not np.issubdtype(source.dtype, np.integer):
+    if source.shape != (tokens,) or source.dtype.kind not in "iu":
         found = f"{source.dtype} of shape {source.shape}"
         raise TraceError(path, "source_rank", found, f"integers [{tokens}]")
     if source.size and not 0 <= source.min() <= source.max() < LIMITS.ranks:

@@ -93,7 +93,7 @@ def _counts(path, step, layers, experts):
                 row = file.get_tensor(f"{step}_{layer}")
             except (SafetensorError, TypeError, AttributeError) as error:
                 raise TraceError(path, f"{step}_{layer}", error, "integers") from None
-            if row.shape != (experts,) or not np.issubdtype(row.dtype, np.integer):
+            if row.shape != (experts,) or row.dtype.kind not in "iu":
                 found = f"{row.dtype} of shape {row.shape}"
                 raise TraceError(path, f"{step}_{layer}", found, f"integers [{experts}]")
             rows.append(row.astype(np.int64))

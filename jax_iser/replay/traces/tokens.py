@@ -129,7 +129,7 @@ def _checked_lengths(path, lengths, num_tokens):
     if lengths is None:
         return np.array([num_tokens])
     lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         found = f"{lengths.dtype} of shape {lengths.shape}"
         raise TraceError(path, "request_lengths", found, "integers [requests]")
     if lengths.size and lengths.min() < 0:
