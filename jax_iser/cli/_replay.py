@@ -20,10 +20,30 @@ def integers(low: int, high: int):
 def add_size_arguments(parser: argparse.ArgumentParser, iterations: int) -> None:
     """Sizes of made-up traces; DeepSeek-V4-Pro's by default."""
     made = parser.add_argument_group("synthetic: and workload: traces")
-    made.add_argument("--layers", type=number(int, 1, 1024), default=61, metavar="L")
-    made.add_argument("--experts", type=number(int, 1, 1024), default=384, metavar="E")
-    made.add_argument("--top-k", type=number(int, 1, 64), default=6, metavar="K")
-    made.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0)
+    made.add_argument(
+        "--layers",
+        type=number(int, 1, 1024),
+        default=61,
+        metavar="L",
+        help="MoE layers (default 61)",
+    )
+    made.add_argument(
+        "--experts",
+        type=number(int, 1, 1024),
+        default=384,
+        metavar="E",
+        help="experts of a layer (default 384)",
+    )
+    made.add_argument(
+        "--top-k",
+        type=number(int, 1, 64),
+        default=6,
+        metavar="K",
+        help="experts of a token (default 6)",
+    )
+    made.add_argument(
+        "--seed", type=number(int, 0, 2**32 - 1), default=0, help="of what is drawn (default 0)"
+    )
     made.add_argument(
         "--iterations",
         type=number(int, 1, 10**6),

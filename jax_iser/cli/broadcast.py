@@ -25,12 +25,30 @@ EXAMPLE = "jax-iser broadcast --groups 4,8,16 --link-gbps 450 --json -"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     groups = list(range(2, 17))
-    parser.add_argument("--groups", type=integers(2, 1024), default=groups, metavar="G,...")
+    parser.add_argument(
+        "--groups",
+        type=integers(2, 1024),
+        default=groups,
+        metavar="G,...",
+        help="ranks of a group (default 2 to 16)",
+    )
     parser.add_argument(
         "--expert-bytes", type=number(int, 1), default=37_158_912, metavar="B", help="payload"
     )
-    parser.add_argument("--link-gbps", type=number(float, 1e-3, 1e6), default=900.0, metavar="GB/S")
-    parser.add_argument("--latency-us", type=number(float, 0, 1e6), default=5.0, metavar="US")
+    parser.add_argument(
+        "--link-gbps",
+        type=number(float, 1e-3, 1e6),
+        default=900.0,
+        metavar="GB/S",
+        help="of a link, one direction (default 900)",
+    )
+    parser.add_argument(
+        "--latency-us",
+        type=number(float, 0, 1e6),
+        default=5.0,
+        metavar="US",
+        help="of a step (default 5)",
+    )
     parser.add_argument(
         "--slice-bytes", type=number(int, 1), default=2 * 2**20, metavar="B", help="of the ring"
     )

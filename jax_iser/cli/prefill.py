@@ -155,7 +155,14 @@ def _progress(console, args, num_chunks, is_first):
         runs = num_chunks * args.repeats * len(args.arms)
         running = bar.add_task("reading chunks in each arm", total=runs)
         tasks = {"compile": compiling, "run": running}
-        yield lambda arm, stage: bar.advance(tasks[stage])
+
+        def advance(arm, stage):
+            bar.advance(tasks[stage])
+            done = int(bar.tasks[running].completed)
+            if not console.is_terminal and stage == "run" and done * 10 % runs < 10:
+                console.print(f"{done} of {runs} runs of a chunk")  # a log has no moving bar
+
+        yield advance
 
 
 def _report(args, path, config, measurement) -> int:

@@ -31,9 +31,27 @@ DEEPSEEK_V4_PRO_EXPERT_BYTES = 37_158_912
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="what to replay")
-    parser.add_argument("--ep", type=integers(1, 72), default=[4, 8, 16, 24], metavar="P,...")
-    parser.add_argument("--slots", type=integers(0, 16), default=[4], metavar="S,...")
-    parser.add_argument("--tokens-per-rank", type=number(int, 1, 2**24), default=8192, metavar="N")
+    parser.add_argument(
+        "--ep",
+        type=integers(1, 72),
+        default=[4, 8, 16, 24],
+        metavar="P,...",
+        help="EP degrees (default 4,8,16,24)",
+    )
+    parser.add_argument(
+        "--slots",
+        type=integers(0, 16),
+        default=[4],
+        metavar="S,...",
+        help="helper slots of a rank (default 4)",
+    )
+    parser.add_argument(
+        "--tokens-per-rank",
+        type=number(int, 1, 2**24),
+        default=8192,
+        metavar="N",
+        help="tokens of a rank in a call (default 8192)",
+    )
     parser.add_argument(
         "--policy",
         action="append",
@@ -52,8 +70,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_size_arguments(parser, ITERATIONS)
     knobs = parser.add_argument_group("HALO-Q")
-    knobs.add_argument("--min-group-size", type=number(int, 1, 4), default=4, metavar="1|2|4")
-    knobs.add_argument("--min-routes", type=number(int, 0, 2**31 - 1), default=0, metavar="N")
+    knobs.add_argument(
+        "--min-group-size",
+        type=number(int, 1, 4),
+        default=4,
+        metavar="1|2|4",
+        help="ranks of the smallest group that an expert is copied to (default 4)",
+    )
+    knobs.add_argument(
+        "--min-routes",
+        type=number(int, 0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="skip placements of fewer routes (default 0)",
+    )
     knobs.add_argument(
         "--gain-threshold",
         type=number(int, 0, 2**31 - 1),

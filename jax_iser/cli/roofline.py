@@ -39,10 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="expert input width, intermediate size, top-k, shared experts and their width; "
         "default DeepSeek-V4-Pro and Kimi K3",
     )
-    parser.add_argument("--tokens-per-rank", type=integers(1, 2**24), default=[8192, 16384])
-    parser.add_argument("--copies", type=integers(0, 64), default=[0, 1, 2, 4])
-    parser.add_argument("--ep", type=number(int, 1, 1024), default=8, metavar="P")
-    parser.add_argument("--slots", type=number(int, 0, 16), default=4, metavar="S")
+    parser.add_argument(
+        "--tokens-per-rank",
+        type=integers(1, 2**24),
+        default=[8192, 16384],
+        help="tokens of a rank (default 8192,16384)",
+    )
+    parser.add_argument(
+        "--copies",
+        type=integers(0, 64),
+        default=[0, 1, 2, 4],
+        help="copies a rank receives (default 0,1,2,4)",
+    )
+    parser.add_argument(
+        "--ep", type=number(int, 1, 1024), default=8, metavar="P", help="EP degree (default 8)"
+    )
+    parser.add_argument(
+        "--slots",
+        type=number(int, 0, 16),
+        default=4,
+        metavar="S",
+        help="helper slots of a rank (default 4)",
+    )
     add_json_argument(parser)
     parser.add_argument("--plot", type=folder, metavar="DIR", help="write the figure to a folder")
 

@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ep", type=number(int, 1, 72), default=8, metavar="P", help="source ranks"
     )
-    parser.add_argument("--tokens-per-rank", type=number(int, 1, 2**24), default=8192, metavar="N")
+    parser.add_argument(
+        "--tokens-per-rank",
+        type=number(int, 1, 2**24),
+        default=8192,
+        metavar="N",
+        help="tokens of a rank in an iteration (default 8192)",
+    )
     add_size_arguments(parser, ITERATIONS)
     add_json_argument(parser)
 
