@@ -173,13 +173,13 @@ def _connect_processes(processes, spans, fd, serial, config) -> Members:
     client, me = key_value_client(), jax.process_index()
     local = processes.index(me)
     tag = f"jax_iser/{serial}/{'-'.join(map(str, processes))}"
-    limit_ms = int(config.startup_timeout_s * 1000)
+    limit_ms = int(config.startup_limit_s(True) * 1000)
     token = secrets.token_hex(16)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = f"\0jax_iser-{secrets.token_hex(16)}"
     listener.bind(name)
     listener.listen(len(processes))
-    listener.settimeout(config.startup_timeout_s)
+    listener.settimeout(config.startup_limit_s(True))
     card = {"host": _host_id(), "name": name, "token": token, "config": _digest(config)}
     client.key_value_set(f"{tag}/{me}", json.dumps(card))
     cards = [json.loads(client.blocking_key_value_get(f"{tag}/{p}", limit_ms)) for p in processes]
@@ -188,7 +188,7 @@ def _connect_processes(processes, spans, fd, serial, config) -> Members:
     try:
         for index in range(len(processes)):
             if index != local:
-                _meet(members, listener, cards, index, config.startup_timeout_s)
+                _meet(members, listener, cards, index, config.startup_limit_s(True))
     finally:
         listener.close()
     return members

@@ -36,8 +36,9 @@ class DomainConfig:
       copy_rule: `"owner_direct"`, `"sami"`, or `"per_slot"` (the paper's mix of both).
       max_routes_per_rank: rows a rank computes at a time; more are computed in waves. Default:
         `2 * max_tokens_per_rank * top_k`.
-      timeout_s: limit of each wait for a peer. startup_timeout_s: the same in the first call of
-        several processes, which may have to compile first.
+      timeout_s: limit of each wait for a peer.
+      startup_timeout_s: the same in the first call. Default: `timeout_s` within one process, 600
+        across processes, which may have to compile first.
       poison: fill token, combine and output buffers with NaN before each call (for tests).
     """
 
@@ -59,7 +60,7 @@ class DomainConfig:
     copy_rule: str = "owner_direct"
     max_routes_per_rank: int | None = None
     timeout_s: float = 120.0
-    startup_timeout_s: float = 600.0
+    startup_timeout_s: float | None = None
     poison: bool = False
 
     def __post_init__(self):
@@ -89,7 +90,7 @@ class DomainConfig:
                 object.__setattr__(self, field.name, operator.index(value))
             elif field.type == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{field.name}={value!r} is not True or False")
-            elif field.type == "float" and isinstance(value, (str, bool, type(None))):
+            elif field.type.startswith("float") and isinstance(value, (str, bool)):
                 raise TypeError(f"{field.name}={value!r} is not a number of seconds")
 
     def _check_sizes(self):
@@ -137,8 +138,17 @@ class DomainConfig:
         if self.max_routes_per_rank is not None and self.max_routes_per_rank < 1:
             raise ValueError(f"max_routes_per_rank={self.max_routes_per_rank} is below 1")
         for name in ("timeout_s", "startup_timeout_s"):
-            if not 0 < getattr(self, name) <= 1e9:
-                raise ValueError(f"{name}={getattr(self, name)} is outside (0, 1e9] seconds")
+            value = getattr(self, name)
+            if value is None and name == "startup_timeout_s":
+                continue
+            if value is None or not 0 < value <= 1e9:
+                raise ValueError(f"{name}={value} is outside (0, 1e9] seconds")
+
+    def startup_limit_s(self, is_multi_process: bool) -> float:
+        """Seconds that a wait of the first call may take."""
+        if self.startup_timeout_s is not None:
+            return self.startup_timeout_s
+        return 600.0 if is_multi_process else self.timeout_s
 
     @property
     def num_home(self) -> int:

@@ -96,7 +96,7 @@ class Domain:
         self._dropped.atexit = False  # _close_all is there for the open ones
         try:
             self.handle = DomainHandle(self._place_words(), self.config)
-            self._members.barrier("made", self.config.startup_timeout_s)
+            self._members.barrier("made", self.config.startup_limit_s(is_multi_process))
         except BaseException:
             self._release(0.0)
             raise
@@ -304,8 +304,6 @@ def _shape_of(config, is_multi_process):
 
 
 def _options_of(config, shape, is_multi_process):
-    # Devices of one process start together; processes may have to compile first.
-    startup_timeout_s = config.startup_timeout_s if is_multi_process else config.timeout_s
     return _iser.DomainOptions(
         shape=shape,
         is_bf16=config.dtype == "bfloat16",
@@ -318,7 +316,7 @@ def _options_of(config, shape, is_multi_process):
         ranks_per_device=config.ranks_per_device,
         max_routes_per_rank=config.max_routes_per_rank,
         timeout_s=config.timeout_s,
-        startup_timeout_s=startup_timeout_s,
+        startup_timeout_s=config.startup_limit_s(is_multi_process),
         poison=config.poison,
     )
 
