@@ -110,7 +110,8 @@ bool Device::wait_turn(const Invocation& invocation) {
   std::unique_lock lock(mutex_);
   while (!is_turn(invocation) && !closing_) {
     // A call whose fused_moe never comes, because its program failed in between, ends here.
-    if (!domain_.keep_waiting(Stage::kCombine, first_rank, invocation, deadline, first_rank)) break;
+    if (!domain_.keep_waiting({Stage::kCombine, first_rank}, first_rank, invocation, deadline))
+      break;
     changed_.wait_for(lock, std::chrono::milliseconds(100));
   }
   return is_turn(invocation) && !closing_ && !domain_.has_failed();

@@ -101,23 +101,29 @@ int64_t Domain::deadline_for(const Invocation& invocation) const {
   return now_ns() + limit;
 }
 
-int32_t Domain::missing_rank(Stage stage, uint32_t generation) const {
-  for (int32_t r = 0; r < options.shape.slots.num_ranks; ++r) {
-    const uint32_t seen = load_acquire(&block(r).words()->arrived[static_cast<int>(stage)]);
-    if (!has_reached(seen, generation)) return r;
+// READY waits for staging, and combine for everything: their limits run out at about the same time,
+// and the rank to name is the one that holds up the earliest of them.
+Missing Domain::find_missing(Stage stage, uint32_t generation) const {
+  for (const Stage cause : {Stage::kCounts, Stage::kStaged, Stage::kDispatch, Stage::kReady}) {
+    const bool holds_up = cause == stage || stage == Stage::kCombine ||
+                          (cause == Stage::kStaged && stage == Stage::kReady);
+    for (int32_t r = 0; holds_up && r < options.shape.slots.num_ranks; ++r) {
+      const uint32_t seen = load_acquire(&block(r).words()->arrived[static_cast<int>(cause)]);
+      if (!has_reached(seen, generation)) return {cause, r};
+    }
   }
-  return -1;
+  return {stage, -1};
 }
 
 // Between two sleeps: false when the Domain has failed, a peer is gone, or the time is up.
-bool Domain::keep_waiting(Stage stage, int32_t rank, const Invocation& invocation, int64_t deadline,
-                          int32_t missing) {
+bool Domain::keep_waiting(const Missing& missing, int32_t rank, const Invocation& invocation,
+                          int64_t deadline) {
   if (has_failed()) return false;
   ErrorWord error{static_cast<int32_t>(ErrorCode::kTimeout),
                   rank,
-                  missing,
+                  missing.rank,
                   invocation.call.layer,
-                  static_cast<int32_t>(stage),
+                  static_cast<int32_t>(missing.stage),
                   invocation.generation,
                   0,
                   0};
@@ -142,10 +148,8 @@ bool Domain::wait(Stage stage, int32_t rank, const Invocation& invocation) {
       invocation.generation * static_cast<uint32_t>(options.shape.slots.num_ranks);
   const int64_t deadline = deadline_for(invocation);
   for (uint32_t seen; !has_reached(seen = load_acquire(word), complete);) {
-    if (!keep_waiting(stage, rank, invocation, deadline,
-                      missing_rank(stage, invocation.generation))) {
-      return false;
-    }
+    const Missing missing = find_missing(stage, invocation.generation);
+    if (!keep_waiting(missing, rank, invocation, deadline)) return false;
     sleep_on(word, seen, kSliceNs);
   }
   return !has_failed();
@@ -155,7 +159,8 @@ bool Domain::wait_combined(int32_t rank, const Invocation& invocation) {
   RankWords* words = block(rank).words();
   const int64_t deadline = deadline_for(invocation);
   for (uint32_t done; (done = load_acquire(&words->routes_done)) != words->routes_expected;) {
-    if (!keep_waiting(Stage::kCombine, rank, invocation, deadline, -1)) return false;
+    const Missing missing = find_missing(Stage::kCombine, invocation.generation);
+    if (!keep_waiting(missing, rank, invocation, deadline)) return false;
     sleep_on(&words->routes_done, done, kSliceNs);
   }
   return !has_failed();

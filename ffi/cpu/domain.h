@@ -116,6 +116,12 @@ struct Timeline {
   int64_t started, planned, copy_begin, copy_end, fused_called, ready_seen, finished;
 };
 
+// The first rank that has not arrived at a stage, -1 if there is none.
+struct Missing {
+  Stage stage;
+  int32_t rank;
+};
+
 struct Invocation {
   uint32_t generation;
   StartCall call;
@@ -246,10 +252,10 @@ class Domain {
     return reinterpret_cast<ProcessWords*>(segment.base);
   }
   ProcessWords* local_words() const { return words_of(local()); }
-  bool keep_waiting(Stage stage, int32_t rank, const Invocation& invocation, int64_t deadline,
-                    int32_t missing);
+  bool keep_waiting(const Missing& missing, int32_t rank, const Invocation& invocation,
+                    int64_t deadline);
   int64_t deadline_for(const Invocation& invocation) const;
-  int32_t missing_rank(Stage stage, uint32_t generation) const;
+  Missing find_missing(Stage stage, uint32_t generation) const;
   const PlacedMemory* find_placed(int32_t rank, uint64_t address) const;
   const Segment& segment_of(int32_t rank) const;
   bool compute_plan(const Invocation& invocation, int32_t rank, SharedPlan& plan);

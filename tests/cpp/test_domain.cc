@@ -283,13 +283,20 @@ void test_independent_calls() {
 void test_late_rank(Stage stage, int32_t num_processes) {
   const std::string name = std::string("late at ") + stage_name(stage);
   const Problem problem(1);
-  const DomainOptions options = make_options(1, CopyRule::kSami, 150);
+  const DomainOptions options = make_options(1, CopyRule::kSami, 400);
   Memory memory(options, num_processes);
   std::vector<std::unique_ptr<Domain>> domains;
   for (int32_t p = 0; p < num_processes; ++p) {
     domains.push_back(std::make_unique<Domain>(options, memory.segments, p));
   }
-  domains[0]->stall(1, stage, 600'000'000);
+  domains[0]->stall(1, stage, 1'500'000'000);
+  if (stage == Stage::kStaged) {
+    // These begin to wait for it later than for READY, which it holds up: READY's limit ends first.
+    for (int32_t r : {0, 2, 3}) {
+      Domain& domain = *domains[r * num_processes / kRanks];
+      domain.stall(r, stage, 150'000'000);
+    }
+  }
   std::vector<std::thread> threads;
   std::vector<std::unique_ptr<Outputs>> outputs;
   for (auto& domain : domains) {
