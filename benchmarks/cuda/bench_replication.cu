@@ -68,13 +68,18 @@ class Pair {
       CHECK(cudaSetDevice(d));
       CHECK(cudaMalloc(&generations_[d], kMaxCalls * sizeof(uint32_t)));
       World::set(generations_[d], numbers.data(), numbers.size());
+      make_cells(d);
       for (cudaEvent_t& event : events_[d]) CHECK(cudaEventCreate(&event));
     }
     CHECK(cudaMalloc(&num_different_, sizeof(uint32_t)));
     fill();
   }
   ~Pair() {
-    for (uint32_t* words : generations_) CHECK(cudaFree(words));
+    for (int d = 0; d < 2; ++d) {
+      CHECK(cudaFree(generations_[d]));
+      CHECK(cudaFree(tables_[d]));
+      CHECK(cudaFree(cells_[d]));
+    }
     CHECK(cudaFree(num_different_));
   }
 
@@ -96,9 +101,9 @@ class Pair {
 
   // Call `index` counted from the last rewind.
   void replicate(int device, const ReplicationOptions& options, int index) const {
-    world.replicate(device, options, generations_[device] + index);
+    world.replicate(device, options, cells_[device] + index);
   }
-  void gate(int device, int index) const { world.gate(device, generations_[device] + index); }
+  void gate(int device, int index) const { world.gate(device, cells_[device] + index); }
 
   // Arrivals start again from nothing.
   void rewind() const {
@@ -165,6 +170,17 @@ class Pair {
  private:
   static constexpr int kMaxCalls = 256;
 
+  // A call each: calls in flight differ in their generation alone.
+  void make_cells(int device) {
+    CHECK(cudaMalloc(&tables_[device], kMaxCalls * sizeof(DeviceTable)));
+    CHECK(cudaMalloc(&cells_[device], kMaxCalls * sizeof(CallCell)));
+    for (int i = 0; i < kMaxCalls; ++i) {
+      const DeviceTable table = world.table_with(device, generations_[device] + i);
+      const CallCell cell{tables_[device] + i, {}};
+      World::set(tables_[device] + i, &table, 1);
+      World::set(cells_[device] + i, &cell, 1);
+    }
+  }
   void record(int device, int which) const {
     CHECK(cudaSetDevice(device));
     CHECK(cudaEventRecord(events_[device][which], world.stream(device)));
@@ -187,6 +203,8 @@ class Pair {
   }
 
   uint32_t* generations_[2];
+  DeviceTable* tables_[2];
+  CallCell* cells_[2];
   uint32_t* num_different_;
   cudaEvent_t events_[2][2];
 };

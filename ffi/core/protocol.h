@@ -32,6 +32,9 @@ enum class ErrorCode : int32_t {
   kClosed = 5,        // the Domain was closed while a call was in flight
   kCorrupt = 6,       // a guard word was overwritten
   kBadFusedMoe = 7,   // a fused_moe does not fit the start it completes
+  kBadHandle = 8,     // a program's operand names no open Domain of its sizes
+  kBadLayer = 9,      // a layer operand is outside the Domain's layers
+  kOverlap = 10,      // a call began before the one before it had ended
 };
 
 struct ErrorWord {

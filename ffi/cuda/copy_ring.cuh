@@ -90,6 +90,8 @@ struct Ring {
 
 struct Context {
   const ReplicationLaunch& launch;
+  const DeviceTable& table;
+  uint32_t generation;
   SharedViews shared;
   int32_t num_rows, first_rank, ranks_per_device;
   uint64_t bank;  // where it begins in a block
@@ -141,17 +143,19 @@ struct Context {
 };
 
 // Fills the shared tables and reads what all threads need; ends with a barrier.
-__device__ inline Context prepare(const ReplicationLaunch& launch, uint8_t* dynamic_shared) {
-  const DeviceTable& table = *launch.table;
+__device__ inline Context prepare(const ReplicationLaunch& launch, const DeviceTable& table,
+                                  uint8_t* dynamic_shared) {
+  const uint32_t generation = *table.plan.generation;
+  const Broadcast* rows = reinterpret_cast<const Broadcast*>(table.plan.broadcasts);
   const DomainShape& shape = launch.shape;
   const SharedViews shared = shared_views(shape, launch.options, dynamic_shared);
-  const MailTag* tags = mail_tags(shape, table.head(), *launch.generation);
+  const MailTag* tags = mail_tags(shape, table.head(), generation);
   const int32_t bank = tags[table.first_rank].tag.layer % shape.num_banks;
   const int32_t max_rows = shape.slots.num_ranks * shape.slots.num_helper_slots;
-  const int32_t num_rows = has_failed(table) ? 0 : min_int(*launch.num_broadcasts, max_rows);
+  const int32_t num_rows = has_failed(table) ? 0 : min_int(*table.plan.num_broadcasts, max_rows);
   const BlockView origin{nullptr, &table.layout};
   bool is_ragged = shape.plane_bytes() % kBulkAlign != 0;
-  for (int32_t b = threadIdx.x; b < num_rows; b += kThreads) shared.rows[b] = launch.broadcasts[b];
+  for (int32_t b = threadIdx.x; b < num_rows; b += kThreads) shared.rows[b] = rows[b];
   for (int32_t r = threadIdx.x; r < shape.slots.num_ranks; r += kThreads) {
     shared.blocks[r] = table.blocks[r];
     for (int i = 0; i < 3; ++i) {
@@ -166,6 +170,8 @@ __device__ inline Context prepare(const ReplicationLaunch& launch, uint8_t* dyna
   }
   const bool is_bulk = __syncthreads_or(is_ragged) == 0;
   return {launch,
+          table,
+          generation,
           shared,
           num_rows,
           table.first_rank,

@@ -27,7 +27,9 @@ struct Smem {
   int32_t* cta_counts;  // [E], read by the other CTAs of the rank
   int32_t* before_cta;  // [E]
   int32_t* flags;       // [4]
-  uint32_t* packed;     // [routes of the CTA], null where they do not fit
+  PlanOutputs* outputs;
+  CallTag* tag;
+  uint32_t* packed;  // [routes of the CTA], null where they do not fit
   ExpertOrder order;
   int32_t* warp_counts;
   PlanArrays plan;
@@ -46,6 +48,8 @@ ISER_HD inline Smem carve(const PlanConfig& config, uint8_t* base, size_t num_pa
   smem.cta_counts = fixed.take<int32_t>(config.slots.num_experts);
   smem.before_cta = fixed.take<int32_t>(config.slots.num_experts);
   smem.flags = fixed.take<int32_t>(4);
+  smem.outputs = fixed.take<PlanOutputs>(1);
+  smem.tag = fixed.take<CallTag>(1);
   if (num_packed > 0) {
     smem.packed = fixed.take<uint32_t>(num_packed);
     smem.order = {fixed.take<int32_t>(config.slots.num_experts), fixed.take<int32_t>(1),
@@ -92,17 +96,23 @@ __device__ void update_slot_table(const PlanConfig& config, const PlanArrays& ar
   if (threadIdx.x == 0) table->weights_version = weights_version;
 }
 
-__device__ CallTag call_tag(const PlanLaunch& call, uint32_t generation, int32_t layer,
+__device__ CallTag call_tag(const PlanLaunch& call, const CallCell& cell, uint32_t generation,
                             int32_t local_idx) {
-  CallTag tag{generation,           layer, call.num_tokens, call.is_balanced, call.is_plan_only,
-              call.weights_version, {}};
-  const DomainShape& shape = call.table->shape;
-  const size_t experts = static_cast<size_t>(shape.slots.num_home());
+  const CallParams& params = cell.params;
+  CallTag tag{generation,
+              params.layer,
+              call.num_tokens,
+              params.is_balanced,
+              call.is_plan_only,
+              params.weights_version,
+              {}};
+  const DeviceTable& table = *cell.table;
+  const size_t experts = static_cast<size_t>(table.shape.slots.num_home());
   size_t first = local_idx * experts;
-  if (call.is_stacked) first += layer * call.table->ranks_per_device * experts;
+  if (call.is_stacked) first += params.layer * table.ranks_per_device * experts;
   for (int i = 0; i < 3; ++i) {
     tag.weights[i] = reinterpret_cast<uint64_t>(call.weights[i]);
-    if (call.weights[i]) tag.weights[i] += first * shape.plane_bytes();
+    if (call.weights[i]) tag.weights[i] += first * table.shape.plane_bytes();
   }
   return tag;
 }
@@ -138,21 +148,19 @@ __device__ int32_t error_code(const DeviceTable& table) {
   return static_cast<int32_t>(load_relaxed(reinterpret_cast<const uint32_t*>(&words->error.code)));
 }
 
-__device__ void write_failure(const PlanLaunch& call, int32_t rank_routes, uint32_t generation) {
-  const PlanConfig& config = call.config;
+// What `Plan` holds where there is none; `num_routes` of the device.
+__device__ void write_failure(const PlanConfig& config, const PlanOutputs& out, int32_t num_routes,
+                              uint32_t generation, int32_t status) {
   const int32_t ranks = config.slots.num_ranks, rows = config.max_broadcasts();
-  const PlanOutputs& out = call.outputs;
   const int32_t step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
   for (int32_t i = first; i < rows * 6; i += step) out.broadcasts[i] = -1;
   for (int32_t i = first; i < rows * ranks; i += step) out.quota[i] = 0;
-  for (int32_t i = first; i < call.table->ranks_per_device * rank_routes; i += step) {
-    out.route_slot[i] = -1;
-  }
+  for (int32_t i = first; i < num_routes; i += step) out.route_slot[i] = -1;
   for (int32_t i = first; i < ranks; i += step) out.load_before[i] = out.load[i] = 0;
   if (first == 0) {
     *out.num_broadcasts = 0;
     *out.generation = generation;
-    *out.status = error_code(*call.table);
+    *out.status = status;
   }
 }
 
@@ -161,18 +169,31 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   extern __shared__ __align__(16) uint8_t shared[];
   const cg::cluster_group cluster = cg::this_cluster();
   const PlanConfig& config = call.config;
-  const DeviceTable& table = *call.table;
+  const CallCell& cell = *call.cell;
+  const DeviceTable* domain = cell.table;
   const int32_t experts = config.slots.num_experts;
   const int32_t num_ctas = cluster.num_blocks(), cta = cluster.block_rank();
-  const int32_t local_idx = blockIdx.x / num_ctas, rank = table.first_rank + local_idx;
+  const int32_t num_local = gridDim.x / num_ctas, local_idx = blockIdx.x / num_ctas;
   const int32_t num_routes = call.num_tokens * call.top_k;
+  if (!domain) {  // in every CTA
+    if (call.outputs.route_slot) {
+      write_failure(config, call.outputs, num_local * num_routes, 0,
+                    static_cast<int32_t>(ErrorCode::kBadHandle));
+    }
+    return;
+  }
+  const DeviceTable& table = *domain;
+  const int32_t* topk_ids = call.topk_ids ? call.topk_ids : table.topk_ids;
+  const int32_t rank = table.first_rank + local_idx, layer = cell.params.layer;
   const uint32_t generation = load_relaxed(&table.head()->generation) + 1;
-  const int32_t layer = call.layer_operand ? *call.layer_operand : call.layer;
   Smem smem = carve(config, shared, num_packed);
+  const PlanOutputs& outputs = *smem.outputs;
+  const CallTag& tag = *smem.tag;
+  if (threadIdx.x == 0) {
+    *smem.outputs = call.outputs.route_slot ? call.outputs : table.plan;
+    *smem.tag = call_tag(call, cell, generation, local_idx);
+  }
   const RouteRange range = RouteRange::of(num_routes, cta, num_ctas);
-  int32_t* route_slot = call.outputs.route_slot + static_cast<size_t>(local_idx) * num_routes;
-  uint32_t* packed =
-      smem.packed ? smem.packed : reinterpret_cast<uint32_t*>(route_slot) + range.begin;
   const Stamps stamps{call.stamps
                           ? call.stamps + blockIdx.x * static_cast<int32_t>(PlanStamp::kNumStamps)
                           : nullptr};
@@ -184,7 +205,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     smem.warp_counts[i] = 0;
   }
   __syncthreads();
-  rank_in_warp(call.topk_ids + static_cast<size_t>(local_idx) * num_routes, range, experts,
+  int32_t* route_slot = outputs.route_slot + static_cast<size_t>(local_idx) * num_routes;
+  uint32_t* packed =
+      smem.packed ? smem.packed : reinterpret_cast<uint32_t*>(route_slot) + range.begin;
+  rank_in_warp(topk_ids + static_cast<size_t>(local_idx) * num_routes, range, experts,
                smem.warp_counts, packed);
   __syncthreads();
   sum_warps(experts, smem.warp_counts, smem.cta_counts);
@@ -193,7 +217,6 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
   // The rank's first CTA stores the rank's counts to every device; all learn what comes before
   // them.
-  const CallTag tag = call_tag(call, generation, layer, local_idx);
   DomainShape sizes{};  // all that mail depends on, from the parameters
   sizes.slots = config.slots;
   const int32_t num_targets = cta == 0 ? table.num_devices : 0;
@@ -222,7 +245,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   __syncthreads();
   stamps.mark(PlanStamp::kExchanged);
   if (smem.flags[0] == 0) {
-    write_failure(call, num_routes, generation);
+    write_failure(config, outputs, num_local * num_routes, generation, error_code(table));
     cluster_wait();
     return;
   }
@@ -232,7 +255,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     smem.flags[1] = 1;
   }
   PlanConfig effective = config;
-  if (!call.is_balanced) effective.gain_threshold = INT32_MAX;  // never worth it
+  if (!cell.params.is_balanced) effective.gain_threshold = INT32_MAX;  // never worth it
   derive(effective, mail_counts(sizes, table.head(), generation), smem.plan, smem.counts_copy,
          stamps, [&](int32_t first) {
            start_rewrite(config, smem.plan, smem.rewrite, rank, first);
@@ -242,7 +265,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
            }
          });
   if (smem.flags[1] == 0) {
-    write_failure(call, num_routes, generation);
+    write_failure(config, outputs, num_local * num_routes, generation, error_code(table));
     cluster_wait();
     return;
   }
@@ -267,27 +290,27 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       starts[s] = smem.rewrite.slot_start[s];
     }
   }
-  write_quota(config, smem.plan, call.outputs.quota, blockIdx.x, gridDim.x);
+  write_quota(config, smem.plan, outputs.quota, blockIdx.x, gridDim.x);
   if (blockIdx.x == gridDim.x - 1) {
     SlotTable* slot_table =
-        call.slot_tables
-            ? reinterpret_cast<SlotTable*>(call.slot_tables +
+        table.slot_tables
+            ? reinterpret_cast<SlotTable*>(table.slot_tables +
                                            layer % table.shape.num_banks * slot_table_bytes(config))
             : nullptr;
-    const bool holds = slot_table && slot_table->weights_version == call.weights_version;
+    const bool holds = slot_table && slot_table->weights_version == cell.params.weights_version;
     write_rows(config, smem.plan, holds ? slot_table->expert : nullptr,
-               reinterpret_cast<Broadcast*>(call.outputs.broadcasts), call.outputs.load_before,
-               call.outputs.load, call.outputs.num_broadcasts);
+               reinterpret_cast<Broadcast*>(outputs.broadcasts), outputs.load_before, outputs.load,
+               outputs.num_broadcasts);
     __syncthreads();
     if (slot_table && !call.is_plan_only) {
-      update_slot_table(config, smem.plan, slot_table, call.weights_version);
+      update_slot_table(config, smem.plan, slot_table, cell.params.weights_version);
     }
     for (int32_t v = threadIdx.x; v < table.ranks_per_device; v += blockDim.x) {
       table.block(table.first_rank + v).words()->plan_hash = *smem.plan.hash;
     }
     if (threadIdx.x == 0) {
-      *call.outputs.status = 0;
-      *call.outputs.generation = generation;
+      *outputs.status = 0;
+      *outputs.generation = generation;
       table.head()->generation = generation;
     }
   }

@@ -54,20 +54,15 @@ ISER_HD inline size_t slot_table_bytes(const PlanConfig& config) {
 }
 
 struct PlanLaunch {
-  const DeviceTable* table;  // device memory
+  const CallCell* cell;  // device memory
   PlanConfig config;
   int32_t num_tokens;  // of one rank
   int32_t top_k;
-  const int32_t* topk_ids;       // [V*num_tokens, top_k]
-  int32_t layer;                 // used where layer_operand is null
-  const int32_t* layer_operand;  // [], device memory
-  int32_t is_balanced;
+  const int32_t* topk_ids;  // [V*num_tokens, top_k]; null for what start has kept
   int32_t is_plan_only;
-  int32_t weights_version;
   const uint8_t* weights[3];  // gate, up, down of the device's first expert
   int32_t is_stacked;         // weights have a leading layer axis
-  uint8_t* slot_tables;       // one a bank, slot_table_bytes apart; null unless resident
-  PlanOutputs outputs;        // device memory
+  PlanOutputs outputs;        // device memory; null pointers for the Domain's own
   int64_t* stamps;            // [CTAs, kNumStamps] or null
 };
 

@@ -52,24 +52,14 @@ ISER_HD inline int32_t* mail_counts(const DomainShape& shape, DeviceHead* head,
   return reinterpret_cast<int32_t*>(mail_tags(shape, head, generation) + shape.slots.num_ranks);
 }
 
-// All addresses as this device sees them; in device memory, written once when the Domain is made.
-struct DeviceTable {
-  DomainShape shape;
-  BlockLayout layout;
-  int32_t num_devices;
-  int32_t ranks_per_device;
-  int32_t device;  // this one: holds ranks [first_rank, first_rank + ranks_per_device)
-  int32_t first_rank;
-  uint64_t timeout_ns;
-  uint64_t startup_timeout_ns;  // for the first generation
-  DeviceHead* heads[kMaxDevices];
-  uint8_t* blocks[kMaxRanks];
-
-  ISER_HD DeviceHead* head() const { return heads[device]; }
-  ISER_HD BlockView block(int32_t rank) const { return {blocks[rank], &layout}; }
+// Operands of a call that may change from run to run of a program.
+struct CallParams {
+  int32_t layer;
+  int32_t weights_version;
+  int32_t is_balanced;
 };
 
-// What a device keeps of the plan for the ops that follow it on COPY and MAIN.
+// A plan's arrays, as `Plan` of jax_iser/planner.py has them.
 struct PlanOutputs {
   int32_t* route_slot;      // [V*num_tokens, top_k]
   int32_t* broadcasts;      // [P*S, 6]
@@ -79,6 +69,60 @@ struct PlanOutputs {
   int32_t* load;            // [P]
   int32_t* status;          // [], an ErrorCode
   uint32_t* generation;     // []
+};
+
+// What start leaves on its device for the ops of the same call. No peer touches it.
+struct CallState {
+  CallParams params;
+  int32_t is_in_flight;  // from start to the end of fused_moe
+  uint32_t ctas_done;    // of the copy kernel; every launch leaves it zero
+};
+
+// All addresses as this device sees them; in device memory, written once when the Domain is made.
+struct DeviceTable {
+  DomainShape shape;
+  BlockLayout layout;
+  int32_t num_devices;
+  int32_t ranks_per_device;
+  int32_t device;  // this one: holds ranks [first_rank, first_rank + ranks_per_device)
+  int32_t first_rank;
+  int32_t num_layers;
+  uint64_t sizes;  // digest of the configuration; programs are compiled for one
+  uint64_t timeout_ns;
+  uint64_t startup_timeout_ns;  // for the first generation
+  CallState* call;
+  int32_t* topk_ids;     // [V*max_tokens, top_k]: start's operand, which XLA may reuse
+  PlanOutputs plan;      // of the call in flight
+  uint8_t* slot_tables;  // one a bank, slot_table_bytes apart; null unless resident
+  uint64_t* stalls;      // [V, kNumStages] ns by which the next arrival comes late, for fault tests
+  DeviceHead* heads[kMaxDevices];
+  uint8_t* blocks[kMaxRanks];
+
+  ISER_HD DeviceHead* head() const { return heads[device]; }
+  ISER_HD BlockView block(int32_t rank) const { return {blocks[rank], &layout}; }
+};
+
+// How programs name Domains: their operand's words are looked up in memory that a device keeps for
+// as long as the process lives, so that words which outlive their Domain meet an empty entry.
+constexpr int kMaxDomains = 256;  // open at once
+
+struct Directory {
+  struct Entry {
+    uint32_t id;  // 0 for none
+    const DeviceTable* table;
+  };
+  uint32_t mark;        // of the process
+  uint32_t num_misuse;  // calls that named no open Domain of their sizes
+  Entry entries[kMaxDomains];
+};
+
+// Handle and ticket words, u32 [4]: id, first rank of the device, mark, 0.
+constexpr int kNumWords = 4;
+
+// One call as its kernels find it, wherever they run; one of a ring that a device keeps.
+struct CallCell {
+  const DeviceTable* table;  // null where the operand named none
+  CallParams params;
 };
 
 #if defined(__CUDACC__)
@@ -117,6 +161,17 @@ __device__ inline uint64_t global_ns() {
   return ns;
 }
 
+// The Domain that the words name, null where none of these sizes is open here.
+__device__ inline const DeviceTable* find_table(const Directory* directory, const uint32_t* words,
+                                                uint64_t sizes) {
+  const uint32_t id = words[0];
+  const Directory::Entry entry = directory->entries[id % kMaxDomains];
+  if (id == 0 || entry.id != id || words[2] != directory->mark) return nullptr;
+  const DeviceTable* table = entry.table;
+  const bool fits = table->sizes == sizes && static_cast<uint32_t>(table->first_rank) == words[1];
+  return fits ? table : nullptr;
+}
+
 __device__ inline bool has_failed(const DeviceTable& table) {
   return load_relaxed(&table.head()->words.aborted) != 0;
 }
@@ -134,12 +189,26 @@ __device__ inline void fail(const DeviceTable& table, const ErrorWord& error) {
   }
 }
 
+// For fault tests: the rank's arrival comes as much later as asked for, once. One thread.
+__device__ inline void stall(const DeviceTable& table, Stage stage, int32_t rank) {
+  const int32_t stages = static_cast<int32_t>(Stage::kNumStages);
+  uint64_t* late = table.stalls + (rank - table.first_rank) * stages + static_cast<int32_t>(stage);
+  const uint64_t ns = *late, begin = global_ns();
+  if (ns == 0) return;
+  *late = 0;
+  while (global_ns() - begin < ns && !has_failed(table)) {
+  }
+}
+
 // One warp, after a barrier with all threads whose writes the arrival publishes: its release is
 // cumulative over what that barrier has made visible to the lanes.
 __device__ inline void arrive(const DeviceTable& table, Stage stage, int32_t rank,
                               uint32_t generation) {
   const int32_t lane = threadIdx.x % 32, index = static_cast<int32_t>(stage);
-  if (lane == 0) store_relaxed(&table.block(rank).words()->arrived[index], generation);
+  if (lane == 0) {
+    stall(table, stage, rank);
+    store_relaxed(&table.block(rank).words()->arrived[index], generation);
+  }
   __syncwarp();
   for (int32_t d = lane; d < table.num_devices; d += 32) {
     add_release(&table.heads[d]->words.arrivals[index], 1);

@@ -11,21 +11,30 @@ namespace {
 constexpr int kMaxStages = 32, kMaxClusterSize = 8;
 constexpr size_t kMaxSharedBytes = (227 << 10) - 128;  // dynamic, of a CTA, sm_90
 
+// Counts CTAs that are done. What each has stored is visible to the one that counts last, and by
+// its release at system scope to the peers.
+__device__ uint32_t count_done(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
 // The last CTA of the device arrives for all its ranks. Called by all threads, behind a barrier.
 __device__ void publish(const Context& context) {
   __shared__ bool is_arriving;
-  const DeviceTable& table = *context.launch.table;
+  const DeviceTable& table = context.table;
   if (threadIdx.x == 0) {
-    __threadfence_system();
-    const bool is_last = atomicAdd(context.launch.ctas_done, 1u) == gridDim.x - 1;
-    __threadfence_system();
-    if (is_last) *context.launch.ctas_done = 0;
+    const bool is_last = count_done(&table.call->ctas_done) == gridDim.x - 1;
+    if (is_last) table.call->ctas_done = 0;
     is_arriving = is_last && !has_failed(table);
   }
   __syncthreads();
   if (!is_arriving || threadIdx.x >= 32) return;
   for (int32_t v = 0; v < table.ranks_per_device; ++v) {
-    arrive(table, Stage::kReady, table.first_rank + v, *context.launch.generation);
+    arrive(table, Stage::kReady, table.first_rank + v, context.generation);
   }
 }
 
@@ -33,7 +42,9 @@ template <class Fabric>
 __global__ void __launch_bounds__(kThreads)
     replication_kernel(const ReplicationLaunch launch, uint8_t* const* windows) {
   extern __shared__ __align__(128) uint8_t dynamic_shared[];
-  const Context context = prepare(launch, dynamic_shared);
+  const DeviceTable* table = launch.cell->table;
+  if (!table) return;
+  const Context context = prepare(launch, *table, dynamic_shared);
   const int32_t warp = threadIdx.x / 32, ring = warp / 2;
   if (ring == kNumRings) {
     if (!context.is_bulk) copy_plain(context);
@@ -64,10 +75,11 @@ __device__ void check_plan(const DeviceTable& table, int32_t r, uint32_t generat
                static_cast<int32_t>(Stage::kReady), generation, expected, found});
 }
 
-__global__ void __launch_bounds__(kMaxRanks)
-    ready_gate_kernel(const DeviceTable* table, const uint32_t* generation_word) {
+__global__ void __launch_bounds__(kMaxRanks) ready_gate_kernel(const CallCell* cell) {
   __shared__ bool is_ready;
-  const uint32_t generation = *generation_word;
+  const DeviceTable* table = cell->table;
+  if (!table) return;
+  const uint32_t generation = *table->plan.generation;
   const int32_t first = table->first_rank;
   const int32_t layer = mail_tags(table->shape, table->head(), generation)[first].tag.layer;
   if (threadIdx.x == 0) is_ready = wait(*table, Stage::kReady, first, generation, layer);
@@ -129,9 +141,8 @@ cudaError_t launch_replication(const ReplicationLaunch& launch, cudaStream_t str
   return cudaLaunchKernelEx(&config, replication_kernel<UnicastFabric>, launch, no_windows);
 }
 
-cudaError_t launch_ready_gate(const DeviceTable* table, const uint32_t* generation,
-                              cudaStream_t stream) {
-  ready_gate_kernel<<<1, kMaxRanks, 0, stream>>>(table, generation);
+cudaError_t launch_ready_gate(const CallCell* cell, cudaStream_t stream) {
+  ready_gate_kernel<<<1, kMaxRanks, 0, stream>>>(cell);
   return cudaGetLastError();
 }
 

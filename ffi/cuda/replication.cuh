@@ -21,12 +21,8 @@ struct ReplicationOptions {
 };
 
 struct ReplicationLaunch {
-  const DeviceTable* table;  // device memory, as everything below but the sizes
+  const CallCell* cell;  // device memory; the plan is the table's
   DomainShape shape;
-  const Broadcast* broadcasts;  // [max_broadcasts]
-  const int32_t* num_broadcasts;
-  const uint32_t* generation;
-  uint32_t* ctas_done;  // [1], zero before the first launch; every launch leaves it zero
   ReplicationOptions options;
 };
 
@@ -47,7 +43,6 @@ cudaError_t launch_replication(const ReplicationLaunch& launch, cudaStream_t str
 
 // Waits until every rank's copies have landed, with the Domain's limit, and compares the plans'
 // hashes. What follows in the stream may read helper slots if the Domain has not failed.
-cudaError_t launch_ready_gate(const DeviceTable* table, const uint32_t* generation,
-                              cudaStream_t stream);
+cudaError_t launch_ready_gate(const CallCell* cell, cudaStream_t stream);
 
 }  // namespace iser::cuda

@@ -69,6 +69,9 @@ struct TestDevice {
   DeviceArray<uint8_t> head, blocks, table, slot_tables;
   DeviceArray<int32_t> topk_ids, route_slot, broadcasts, quota, load_before, load, scalars;
   DeviceArray<int64_t> stamps;
+  DeviceArray<uint64_t> stalls;
+  DeviceArray<CallState> state;
+  DeviceArray<CallCell> cell;
   PlanGrid grid;
 
   TestDevice(int gpu_, const TestSizes& sizes, const DomainShape& shape, int32_t num_local)
@@ -84,12 +87,17 @@ struct TestDevice {
         load_before(shape.slots.num_ranks),
         load(shape.slots.num_ranks),
         scalars(3),
-        stamps(static_cast<size_t>(num_local) * 16 * static_cast<int>(PlanStamp::kNumStamps)) {
+        stamps(static_cast<size_t>(num_local) * 16 * static_cast<int>(PlanStamp::kNumStamps)),
+        stalls(static_cast<size_t>(num_local) * static_cast<int>(Stage::kNumStages)),
+        state(1),
+        cell(1) {
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     head.fill(0);
     blocks.fill(0);
     slot_tables.fill(0xff);  // no expert; version -1
     stamps.fill(0);
+    stalls.fill(0);
+    state.fill(0);
     CHECK_CUDA(
         prepare_plan(sizes.config, num_local, shape.max_routes(), sizes.max_ctas_per_rank, &grid));
     poison();
@@ -97,6 +105,15 @@ struct TestDevice {
   ~TestDevice() {
     cudaSetDevice(gpu);
     cudaStreamDestroy(stream);
+  }
+  PlanOutputs outputs() const {
+    return {route_slot.data,  broadcasts.data,
+            quota.data,       scalars.data,
+            load_before.data, load.data,
+            scalars.data + 1, reinterpret_cast<uint32_t*>(scalars.data + 2)};
+  }
+  void set_params(const CallParams& params) {
+    cell.put({{reinterpret_cast<const DeviceTable*>(table.data), params}});
   }
   void poison() {
     for (DeviceArray<int32_t>* array :
@@ -130,7 +147,13 @@ struct TestDomain {
       table.ranks_per_device = num_local;
       table.device = d;
       table.first_rank = d * num_local;
+      table.num_layers = 8;
       table.timeout_ns = table.startup_timeout_ns = s.timeout_ns;
+      table.call = devices[d]->state.data;
+      table.topk_ids = devices[d]->topk_ids.data;
+      table.plan = devices[d]->outputs();
+      table.slot_tables = s.resident ? devices[d]->slot_tables.data : nullptr;
+      table.stalls = devices[d]->stalls.data;
       for (size_t other = 0; other < devices.size(); ++other) {
         table.heads[other] = reinterpret_cast<DeviceHead*>(devices[other]->head.data);
         for (int32_t v = 0; v < num_local; ++v) {
@@ -139,6 +162,7 @@ struct TestDomain {
       }
       CHECK_CUDA(cudaSetDevice(devices[d]->gpu));
       CHECK_CUDA(cudaMemcpy(devices[d]->table.data, &table, sizeof table, cudaMemcpyHostToDevice));
+      devices[d]->set_params({0, 0, 1});
       for (int32_t v = 0; v < num_local; ++v) {
         for (int section = 0; section < kNumSections; ++section) {
           CHECK_CUDA(cudaMemset(devices[d]->blocks.data + v * layout.total + layout.guard(section),
@@ -148,21 +172,14 @@ struct TestDomain {
     }
   }
 
+  // Of what the device's cell says, into the Domain's own plan.
   PlanLaunch launch(int32_t d, int32_t num_tokens) const {
-    TestDevice& device = *devices[d];
     PlanLaunch call{};
-    call.table = reinterpret_cast<const DeviceTable*>(device.table.data);
+    call.cell = devices[d]->cell.data;
     call.config = sizes.config;
     call.num_tokens = num_tokens;
     call.top_k = sizes.top_k;
-    call.topk_ids = device.topk_ids.data;
-    call.is_balanced = 1;
     call.is_plan_only = 1;
-    call.slot_tables = sizes.resident ? device.slot_tables.data : nullptr;
-    call.outputs = {device.route_slot.data,  device.broadcasts.data,
-                    device.quota.data,       device.scalars.data,
-                    device.load_before.data, device.load.data,
-                    device.scalars.data + 1, reinterpret_cast<uint32_t*>(device.scalars.data + 2)};
     return call;
   }
 

@@ -84,8 +84,8 @@ class World {
   const DeviceTable* table(int device) const {
     return reinterpret_cast<const DeviceTable*>(devices_[device].state + kTableAt);
   }
-  const uint32_t* generation(int device) const {
-    return reinterpret_cast<const uint32_t*>(devices_[device].state + kGenerationAt);
+  const CallCell* cell(int device) const {
+    return reinterpret_cast<const CallCell*>(devices_[device].state + kCellAt);
   }
 
   // What the plan kernel leaves behind: generation, call tags, rows and the plan's hash.
@@ -103,29 +103,28 @@ class World {
       set(mail_tags(shape, head(d), generation), tags.data(), tags.size());
       set(devices_[d].state + kGenerationAt, &generation, 1);
       set(devices_[d].state + kCountAt, &count, 1);
-      set(devices_[d].state + kRowsAt, rows.data(), rows.size());
+      set(devices_[d].state + rows_at(), rows.data(), rows.size());
     }
   }
 
-  // The generation may stand elsewhere, so that calls in flight have one each.
+  // Another cell lets calls in flight have a generation each.
   void replicate(int device, const ReplicationOptions& options,
-                 const uint32_t* generation_word = nullptr) const {
-    uint8_t* state = devices_[device].state;
-    const ReplicationLaunch launch{table(device),
-                                   shape,
-                                   reinterpret_cast<const Broadcast*>(state + kRowsAt),
-                                   reinterpret_cast<const int32_t*>(state + kCountAt),
-                                   generation_word ? generation_word : generation(device),
-                                   reinterpret_cast<uint32_t*>(state + kDoneAt),
-                                   options};
+                 const CallCell* other_cell = nullptr) const {
+    const ReplicationLaunch launch{other_cell ? other_cell : cell(device), shape, options};
     CHECK(cudaSetDevice(gpu(device)));
     CHECK(launch_replication(launch, stream(device)));
   }
 
-  void gate(int device, const uint32_t* generation_word = nullptr) const {
+  void gate(int device, const CallCell* other_cell = nullptr) const {
     CHECK(cudaSetDevice(gpu(device)));
-    CHECK(launch_ready_gate(table(device), generation_word ? generation_word : generation(device),
-                            stream(device)));
+    CHECK(launch_ready_gate(other_cell ? other_cell : cell(device), stream(device)));
+  }
+
+  // The device's table with the plan's generation at another address.
+  DeviceTable table_with(int device, uint32_t* generation_word) const {
+    DeviceTable table = get(this->table(device));
+    table.plan.generation = generation_word;
+    return table;
   }
 
   void synchronize() const {
@@ -157,15 +156,21 @@ class World {
     uint8_t *segment, *weights, *state;
   };
   // Offsets in a device's state: what its plan and its options keep between calls.
-  static constexpr size_t kGenerationAt = 0, kCountAt = 4, kDoneAt = 8, kTableAt = 128,
-                          kRowsAt = kTableAt + (sizeof(DeviceTable) + 127) / 128 * 128;
+  static constexpr size_t kGenerationAt = 0, kCountAt = 4, kCallAt = 64, kCellAt = 128,
+                          kTableAt = 256,
+                          kStallsAt = kTableAt + (sizeof(DeviceTable) + 127) / 128 * 128;
+
+  size_t rows_at() const {
+    const size_t stalls = sizeof(uint64_t) * static_cast<int>(Stage::kNumStages);
+    return kStallsAt + align_up(stalls * ranks_per_device, 128);
+  }
 
   Device make_device(int, int gpu) const {
     Device device{gpu, nullptr, nullptr, nullptr, nullptr};
     const size_t segment = head_bytes(shape) + ranks_per_device * layout.total;
     const size_t home = 3 * shape.slots.num_home() * ranks_per_device * shape.plane_bytes();
     const size_t rows = static_cast<size_t>(shape.slots.num_ranks) * shape.slots.num_helper_slots;
-    const size_t state = kRowsAt + rows * sizeof(Broadcast);
+    const size_t state = rows_at() + rows * sizeof(Broadcast);
     int lowest = 0, highest = 0;
     CHECK(cudaSetDevice(gpu));
     CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
@@ -188,9 +193,17 @@ class World {
     table.device = device;
     table.first_rank = device * ranks_per_device;
     table.timeout_ns = table.startup_timeout_ns = timeout_ns;
+    uint8_t* state = devices_[device].state;
+    table.call = reinterpret_cast<CallState*>(state + kCallAt);
+    table.plan.broadcasts = reinterpret_cast<int32_t*>(state + rows_at());
+    table.plan.num_broadcasts = reinterpret_cast<int32_t*>(state + kCountAt);
+    table.plan.generation = reinterpret_cast<uint32_t*>(state + kGenerationAt);
+    table.stalls = reinterpret_cast<uint64_t*>(state + kStallsAt);
     for (int d = 0; d < num_devices; ++d) table.heads[d] = head(d);
     for (int r = 0; r < shape.slots.num_ranks; ++r) table.blocks[r] = block(r).base;
-    set(devices_[device].state + kTableAt, &table, 1);
+    set(state + kTableAt, &table, 1);
+    const CallCell cell{this->table(device), {}};
+    set(state + kCellAt, &cell, 1);
   }
 
   std::vector<Device> devices_;

@@ -123,15 +123,13 @@ std::string check_call(TestDomain& domain, std::mt19937& rng, int kind, uint32_t
       all.insert(all.end(), own.begin(), own.end());
     }
     domain.devices[d]->topk_ids.put(all);
+    domain.devices[d]->set_params({layer, version, is_balanced});
     domain.devices[d]->poison();
     CHECK_CUDA(cudaDeviceSynchronize());
   }
   for (size_t d = 0; d < domain.devices.size(); ++d) {
     PlanLaunch call = domain.launch(d, num_tokens);
-    call.layer = layer;
-    call.is_balanced = is_balanced;
     call.is_plan_only = is_plan_only;
-    call.weights_version = version;
     domain.run(d, call);
   }
   domain.sync();
@@ -314,10 +312,8 @@ void test_other_call() {
   TestDomain domain(small_sizes(8, 2), {0, 0});
   share_gpu(domain);
   fill_ids(domain);
-  PlanLaunch first = domain.launch(0, 64), second = domain.launch(1, 64);
-  second.layer = 5;
-  domain.run(0, first);
-  domain.run(1, second);
+  domain.devices[1]->set_params({5, 0, 1});
+  for (int32_t d = 0; d < 2; ++d) domain.run(d, domain.launch(d, 64));
   domain.sync();
   std::string why;
   const ErrorWord e = domain.words(0).error;
@@ -330,6 +326,47 @@ void test_other_call() {
     }
   }
   report("ranks in different calls", why);
+}
+
+// A cell without a Domain: the outputs say so, and nothing else is touched.
+void test_no_domain() {
+  TestDomain domain(small_sizes(8, 1), {0});
+  TestDevice& device = *domain.devices[0];
+  device.cell.put({{nullptr, {0, 0, 1}}});
+  PlanLaunch call = domain.launch(0, 64);
+  call.topk_ids = device.topk_ids.data;
+  call.outputs = device.outputs();
+  domain.run(0, call);
+  domain.sync();
+  const auto scalars = device.scalars.get();
+  std::string why;
+  if (scalars[0] != 0 || scalars[1] != static_cast<int32_t>(ErrorCode::kBadHandle)) {
+    why = "broadcasts " + std::to_string(scalars[0]) + ", status " + std::to_string(scalars[1]);
+  }
+  for (int32_t slot : device.route_slot.get()) {
+    if (slot != -1) why = "route_slot is " + std::to_string(slot);
+  }
+  report("a cell without a Domain", why);
+}
+
+// A rank that arrives late, within the limit: the same plan.
+void test_late_rank() {
+  TestDomain domain(small_sizes(8, 2), {0, 0});
+  share_gpu(domain);
+  fill_ids(domain);
+  std::vector<std::vector<int32_t>> plans;
+  for (const uint64_t late_ns : {uint64_t{0}, uint64_t{100'000'000}}) {
+    domain.devices[1]->stalls.put({late_ns});  // rank 4, at the counts
+    for (int32_t d = 0; d < 2; ++d) domain.run(d, domain.launch(d, 64));
+    domain.sync();
+    for (int32_t d = 0; d < 2; ++d) plans.push_back(domain.devices[d]->broadcasts.get());
+  }
+  std::string why;
+  for (const auto& plan : plans) {
+    if (plan != plans[0]) why = "plans differ";
+  }
+  if (domain.words(0).aborted != 0) why = "failed";
+  report("a rank 100 ms late", why);
 }
 
 // A captured launch counts its generations itself.
@@ -407,6 +444,8 @@ int main(int argc, char** argv) {
     for (int32_t ranks : {2, 8, 24}) test_op(ranks, 20, 2, {0, 0});
     test_absent_device();
     test_other_call();
+    test_no_domain();
+    test_late_rank();
     test_replay();
   }
   if (gpus >= 2) {
