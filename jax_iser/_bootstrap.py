@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -180,7 +179,7 @@ def _connect_processes(processes, spans, fd, serial, config) -> Members:
     listener.bind(name)
     listener.listen(len(processes))
     listener.settimeout(config.startup_limit_s(True))
-    card = {"host": _host_id(), "name": name, "token": token, "config": _digest(config)}
+    card = {"host": _host_id(), "name": name, "token": token, "config": config.digest}
     client.key_value_set(f"{tag}/{me}", json.dumps(card))
     cards = [json.loads(client.blocking_key_value_get(f"{tag}/{p}", limit_ms)) for p in processes]
     _compare_cards(cards, processes, local)
@@ -198,10 +197,6 @@ def _host_id() -> str:
     """Tells hosts apart: processes share memory within one boot of one kernel."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
-
-
-def _digest(config) -> str:
-    return hashlib.sha256(repr(config).encode()).hexdigest()
 
 
 def _compare_cards(cards, processes, local):

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from jax_iser import _iser
+
+try:
+    from jax_iser import _iser_cuda  # type: ignore[attr-defined]
+except ImportError:  # a build for CPUs alone
+    _iser_cuda = None
 
 TARGETS = {name: f"jax_iser.{name}" for name in ("start", "fused_moe", "plan")}
 
@@ -24,14 +30,18 @@ def _register():
     calls = _iser.cpu_calls()
     for name, target in TARGETS.items():
         jax.ffi.register_ffi_target(target, calls[name], platform="cpu")
+    if _iser_cuda is not None:
+        for name, call in _iser_cuda.cuda_calls().items():
+            jax.ffi.register_ffi_target(TARGETS[name], call, platform="CUDA")
 
 
 _register()
 
 
-def call(name, results, *operands, aliases=None):
-    """Calls an op with no attributes: whatever may change between programs is an operand."""
-    return jax.ffi.ffi_call(TARGETS[name], results, input_output_aliases=aliases or {})(*operands)
+def call(name, config, results, *operands, aliases=None):
+    """Calls an op of a Domain of `config`, the one attribute: all else is an operand."""
+    op = jax.ffi.ffi_call(TARGETS[name], results, input_output_aliases=aliases or {})
+    return op(*operands, config=np.int64(config.digest))
 
 
 def varying_like(operand, results):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import operator
 
 from jax_iser.planner import check_plan_knobs
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 BANKS = ("shared", "per_layer")
+PLATFORMS = ("cpu", "cuda")
 MAX_LAYERS = 1 << 16
 MAX_BYTES = 1 << 50  # far beyond any host: what offsets are computed with is much wider
 
@@ -40,6 +42,8 @@ class DomainConfig:
       startup_timeout_s: the same in the first call. Default: `timeout_s` within one process, 600
         across processes, which may have to compile first.
       poison: fill token, combine and output buffers with NaN before each call (for tests).
+      copy_sms: SMs that copy replicas. GPUs alone; default 8.
+      platform: `"cpu"` or `"cuda"`, of the mesh's devices; the Domain sets it.
     """
 
     num_ranks: int
@@ -62,6 +66,8 @@ class DomainConfig:
     timeout_s: float = 120.0
     startup_timeout_s: float | None = None
     poison: bool = False
+    copy_sms: int | None = None
+    platform: str = "cpu"
 
     def __post_init__(self):
         self._check_types()
@@ -135,6 +141,13 @@ class DomainConfig:
                 f"resident=True needs bank='per_layer', got bank={self.bank!r}: shared banks are "
                 "overwritten by the next layers"
             )
+        if self.platform not in PLATFORMS:
+            raise ValueError(f"platform={self.platform!r} is not one of {', '.join(PLATFORMS)}")
+        if self.copy_sms is not None and not (self.platform == "cuda" and 1 <= self.copy_sms <= 64):
+            raise ValueError(
+                f"copy_sms={self.copy_sms} on platform {self.platform}: GPUs take 1 to 64, CPUs "
+                "have none; leave it out there"
+            )
         if self.max_routes_per_rank is not None and self.max_routes_per_rank < 1:
             raise ValueError(f"max_routes_per_rank={self.max_routes_per_rank} is below 1")
         for name in ("timeout_s", "startup_timeout_s"):
@@ -149,6 +162,12 @@ class DomainConfig:
         if self.startup_timeout_s is not None:
             return self.startup_timeout_s
         return 600.0 if is_multi_process else self.timeout_s
+
+    @property
+    def digest(self) -> int:
+        """A 63-bit number that differs from that of any other configuration; the same everywhere."""
+        digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
 
     @property
     def num_home(self) -> int:

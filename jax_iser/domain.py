@@ -15,10 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_iser import _bootstrap, _iser
+from jax_iser._cpu import CpuRuntime
 from jax_iser.config import DTYPES, DomainConfig
 from jax_iser.errors import IserError
 from jax_iser.planner import COPY_RULES
 
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}  # of jax's devices
 _open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
 _process = os.getpid()
 
@@ -45,7 +47,7 @@ class Domain:
     releases everything, and raises `IserError` if the Domain has failed.
 
     Args:
-      mesh: a `jax.sharding.Mesh`; its devices belong to one host (CPU).
+      mesh: a `jax.sharding.Mesh`; its devices are CPUs, or GPUs, of one host.
       axis: the expert-parallel axis; other axes of `mesh` must have size 1.
       ranks_per_device: ranks on each device; `P = axis size * ranks_per_device`.
       **sizes: the other fields of `DomainConfig`.
@@ -74,28 +76,19 @@ class Domain:
         self.config = DomainConfig(
             num_ranks=mesh.shape[axis] * ranks_per_device,
             ranks_per_device=ranks_per_device,
+            platform=_platform_of(mesh),
             **sizes,
         )
         self._devices = list(mesh.devices.flat)
         is_multi_process = _bootstrap.process_count(self._devices) > 1
-        self._shape = _shape_of(self.config, is_multi_process)
-        self._members = _bootstrap.connect(
-            self._devices, ranks_per_device, self._shape.segment_bytes, self.config
-        )
-        self._lock, self._is_open, self._num_placed = threading.Lock(), True, 0
-        try:
-            self._id = _iser.create_domain(
-                _options_of(self.config, self._shape, is_multi_process),
-                self._members.specs,
-                self._members.local,
-            )
-        except BaseException:
-            self._members.close()
-            raise
-        self._dropped = weakref.finalize(self, _release_dropped, self._id, self._members)
+        self._lock, self._is_open = threading.Lock(), True
+        self._runtime = _make_runtime(self.config, self._devices, is_multi_process)
+        self._members = self._runtime.members
+        self._dropped = weakref.finalize(self, _release_dropped, self._runtime)
         self._dropped.atexit = False  # _close_all is there for the open ones
         try:
             self.handle = DomainHandle(self._place_words(), self.config)
+            self._runtime.publish()
             self._members.barrier("made", self.config.startup_limit_s(is_multi_process))
         except BaseException:
             self._release(0.0)
@@ -105,7 +98,7 @@ class Domain:
     def _place_words(self):
         ranks = self.config.ranks_per_device
         rows = [
-            np.array([[self._id, i * ranks, _iser.HANDLE_MARK, 0]], np.uint32)
+            np.array([[self._runtime.id, i * ranks, _iser.HANDLE_MARK, 0]], np.uint32)
             for i in range(len(self._devices))
         ]
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
@@ -141,7 +134,7 @@ class Domain:
             failure = self._failure()
             if failure is None:
                 # Idle first: a process that leaves looks dead to calls that still wait.
-                _iser.wait_idle(self._id, wait_s)
+                self._runtime.wait_idle(wait_s)
                 failure = self._failure() or self._part()
             self._release(wait_s if failure is None else 0.0)
         if check and failure is not None:
@@ -151,8 +144,7 @@ class Domain:
         self._is_open = False
         self._dropped.detach()
         _open_domains.discard(self)
-        _iser.close_domain(self._id, wait_s)
-        self._members.close()
+        self._runtime.close(wait_s)
 
     def _part(self) -> IserError | None:
         missing = self._members.part(self.config.timeout_s)
@@ -163,7 +155,7 @@ class Domain:
         return IserError(text, code=2 if fate == "is gone" else 1, peer=rank, stage="closing")
 
     def _failure(self) -> IserError | None:
-        fields = _iser.describe_error(self._id)
+        fields = self._runtime.describe_error()
         text = fields.pop("text")
         return IserError(text, **fields) if fields["code"] else None
 
@@ -193,14 +185,12 @@ class Domain:
           the thread's CPU clock, so ranks that share cores do not disturb each other's.
         """
         self._require_open()
-        ns, rows = _iser.read_busy(self._id, reset)
-        shape = (self.config.num_layers, -1)
-        return np.reshape(ns, shape) / 1e9, np.reshape(rows, shape)
+        return self._runtime.busy(reset)
 
     def timelines(self) -> list[Timeline]:
         """Moments of the last calls (4,096 at most), oldest first, by device of this process."""
         self._require_open()
-        return [Timeline(*row) for row in _iser.read_timelines(self._id)]
+        return [Timeline(*row) for row in self._runtime.timelines()]
 
     def place(self, weights):
         """Puts expert weights where every process of the Domain can read them in place.
@@ -231,16 +221,12 @@ class Domain:
                 f"{self.config.num_experts} on axis {axis}; pass [E, ...] or [L, E, ...]"
             )
         spec = PartitionSpec(*[None] * axis, self.axis)
-        sharding = NamedSharding(self.mesh, spec)
-        if len(self._members.specs) == 1:
-            return jax.device_put(array, sharding)
-        self._num_placed += 1
-        return self._members.place(self._id, array, sharding, self._num_placed)
+        return self._runtime.place(array, NamedSharding(self.mesh, spec))
 
     def helper(self, rank: int, layer: int, helper_idx: int) -> bytes:
         """The bytes of a helper slot: gate, up and down planes of the replica it holds."""
         self._require_open()
-        return _iser.read_helper(self._id, rank, layer % self.config.num_banks, helper_idx)
+        return self._runtime.helper(rank, layer % self.config.num_banks, helper_idx)
 
     def stall(self, rank: int, stage: str, seconds: float) -> None:
         """Delays the rank's next arrival at a stage: for tests of what a late rank does."""
@@ -249,7 +235,7 @@ class Domain:
             raise ValueError(f"stage={stage!r} is not one of {', '.join(STAGES)}")
         if not (math.isfinite(seconds) and 0 <= seconds <= 3600):
             raise ValueError(f"seconds={seconds} is outside 0..3600")
-        _iser.stall(self._id, rank, STAGES.index(stage), seconds)
+        self._runtime.stall(rank, STAGES.index(stage), seconds)
 
 
 STAGES = ("counts", "staging", "dispatch", "READY")
@@ -289,6 +275,7 @@ def describe(config: DomainConfig, num_processes: int = 1) -> dict:
 
 
 def _shape_of(config, is_multi_process):
+    is_staging = is_multi_process and config.platform == "cpu"
     return _iser.DomainShape(
         num_ranks=config.num_ranks,
         num_experts=config.num_experts,
@@ -299,7 +286,7 @@ def _shape_of(config, is_multi_process):
         max_tokens=config.max_tokens_per_rank,
         element_bytes=DTYPES[config.dtype],
         num_banks=config.num_banks,
-        num_staged=min(config.num_helper_slots, config.num_home) if is_multi_process else 0,
+        num_staged=min(config.num_helper_slots, config.num_home) if is_staging else 0,
     )
 
 
@@ -318,6 +305,7 @@ def _options_of(config, shape, is_multi_process):
         timeout_s=config.timeout_s,
         startup_timeout_s=config.startup_limit_s(is_multi_process),
         poison=config.poison,
+        sizes=config.digest,
     )
 
 
@@ -332,12 +320,27 @@ def _check_mesh(mesh, axis):
             f'a Domain spans axis "{axis}" alone, but the mesh also has {others}; make one Domain '
             "for each group with a mesh of its devices"
         )
+    _platform_of(mesh)
+
+
+def _platform_of(mesh) -> str:
     platforms = {device.platform for device in mesh.devices.flat}
-    if platforms != {"cpu"}:
+    if not platforms <= set(_PLATFORMS) or len(platforms) > 1:
         raise ValueError(
-            f"the mesh has devices of platform {', '.join(sorted(platforms))}; this build has the "
-            'fused method on cpu, use method="reference" elsewhere'
+            f"the mesh has devices of platform {', '.join(sorted(platforms))}; a Domain takes CPUs "
+            'or GPUs, use method="reference" elsewhere'
         )
+    return _PLATFORMS[platforms.pop()]
+
+
+def _make_runtime(config, devices, is_multi_process):
+    shape = _shape_of(config, is_multi_process)
+    options = _options_of(config, shape, is_multi_process)
+    if config.platform == "cpu":
+        return CpuRuntime(config, options, shape, devices)
+    from jax_iser._cuda import CudaRuntime
+
+    return CudaRuntime(config, options, devices)
 
 
 def _wait_for_results(devices):
@@ -354,7 +357,7 @@ def _wait_for_results(devices):
             continue
 
 
-def _release_dropped(domain_id, members):
+def _release_dropped(runtime):
     """Ends a Domain that nobody closed. On a thread of its own: garbage is found on any thread, one
     of the Domain's included, which could not wait for itself."""
     warnings.warn(
@@ -363,11 +366,10 @@ def _release_dropped(domain_id, members):
         stacklevel=2,
     )
 
-    def release():
-        _iser.close_domain(domain_id, 1.0)
-        members.close()
-
-    threading.Thread(target=release, name="jax_iser-release", daemon=True).start()
+    release = threading.Thread(
+        target=runtime.close, args=(1.0,), name="jax_iser-release", daemon=True
+    )
+    release.start()
 
 
 @atexit.register

@@ -26,7 +26,7 @@ def _make_call(config):
             *plan_results(config, topk_weights.shape),
         )
         operands = (words, x, topk_weights, gate, up, down, after)
-        y, route_slot, *common = _ffi.call("fused_moe", results, *operands)
+        y, route_slot, *common = _ffi.call("fused_moe", config, results, *operands)
         return *_ffi.varying_like(x, (y, route_slot)), *common
 
     return fused_moe

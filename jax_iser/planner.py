@@ -236,5 +236,6 @@ def plan(topk_ids: jax.Array, domain, *, layer=0, weights_version=0, balance="ha
     check_tokens("topk_ids", topk_ids, domain.config.top_k, domain.config, "int32")
     params = call_params(layer, weights_version, balance)
     results = plan_results(domain.config, topk_ids.shape)
-    route_slot, *common = _ffi.call("plan", results, domain.words, params, topk_ids)
+    operands = (domain.words, params, topk_ids)
+    route_slot, *common = _ffi.call("plan", domain.config, results, *operands)
     return Plan(*_ffi.varying_like(topk_ids, (route_slot,)), *common)

@@ -60,14 +60,17 @@ def call_params(layer, weights_version, balance) -> jax.Array:
     return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
 
 
-@not_mapped
-def _start(words, params, topk_ids, x, gate, up, down):
-    results = (
-        jax.ShapeDtypeStruct((4,), jnp.uint32),
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
-    )
-    operands = (words, params, topk_ids, x, gate, up, down)
-    return _ffi.varying_like(x, _ffi.call("start", results, *operands, aliases={3: 1}))
+def _make_call(config):
+    @not_mapped
+    def start(words, params, topk_ids, x, gate, up, down):
+        results = (
+            jax.ShapeDtypeStruct((4,), jnp.uint32),
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+        )
+        operands = (words, params, topk_ids, x, gate, up, down)
+        return _ffi.varying_like(x, _ffi.call("start", config, results, *operands, aliases={3: 1}))
+
+    return start
 
 
 def start(
@@ -103,7 +106,7 @@ def start(
     """
     check_start_arguments(x, topk_ids, weights, domain, balance)
     params = call_params(layer, weights_version, balance)
-    words, x = _start(domain.words, params, topk_ids, x, *weights)
+    words, x = _make_call(domain.config)(domain.words, params, topk_ids, x, *weights)
     return Ticket(words, domain.config), x
 
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "ffi/bindings/bindings.h"
+#include "ffi/bindings/checks.h"
 #include "ffi/bindings/registry.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,15 +27,6 @@ using cpu::FusedCall;
 using cpu::Invocation;
 using cpu::PlanOutputs;
 using cpu::StartCall;
-
-using I32 = ffi::Buffer<ffi::DataType::S32>;
-using U32 = ffi::Buffer<ffi::DataType::U32>;
-using F32 = ffi::Buffer<ffi::DataType::F32>;
-template <typename B>
-using Out = ffi::Result<B>;
-
-// Handle and ticket words, u32: [domain id, first rank of the device, mark, generation].
-constexpr size_t kNumWords = 4;
 
 // Differs from process to process: words that outlived theirs, in a saved state say, name nothing.
 uint32_t process_mark() {
@@ -55,9 +47,10 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate() {
   return std::make_unique<CallSite>(CallSite{next.fetch_add(1)});
 }
 
-ffi::Error failed(const std::string& text) {
-  const bool is_ours = text.rfind("IserError:", 0) == 0;
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, is_ours ? text : "IserError: " + text);
+CallSizes sizes_of(const Domain& domain) {
+  const cpu::DomainOptions& options = domain.options;
+  return {options.shape, options.plan_config().max_broadcasts(), options.ranks_per_device,
+          options.num_layers, options.dtype == cpu::DType::kBF16};
 }
 
 struct Target {
@@ -66,8 +59,9 @@ struct Target {
   std::string error;
 };
 
-Target find_target(const uint32_t* words, size_t count) {
-  if (count != kNumWords || words[2] != process_mark()) {
+// `sizes` is the digest of the configuration that the program was compiled for.
+Target find_target(const uint32_t* words, size_t count, int64_t sizes) {
+  if (count != kNumHandleWords || words[2] != process_mark()) {
     return {nullptr, nullptr,
             "the domain operand is not a handle of this process; pass domain.handle, sharded over "
             "its axis, as an argument of the program (and attach a restored model again)"};
@@ -85,135 +79,66 @@ Target find_target(const uint32_t* words, size_t count) {
             "rank " + std::to_string(words[1]) + " of Domain " + std::to_string(words[0]) +
                 " is not served by this process"};
   }
+  if (domain->options.sizes != static_cast<uint64_t>(sizes)) {
+    return {nullptr, nullptr,
+            "the program was compiled for a Domain of another configuration than Domain " +
+                std::to_string(words[0]) + " has; pass the handle of a Domain of its sizes"};
+  }
   if (domain->has_failed()) return {nullptr, nullptr, domain->error_text()};
   return {std::move(domain), device, ""};
 }
 
-// Programs are compiled for a configuration, but the words say which Domain they meet: an error
-// where a buffer is not as long as that Domain reads or writes.
-std::string check_size(const char* name, size_t found, size_t expected) {
-  if (found == expected) return "";
-  return std::string(name) + " has " + std::to_string(found) + " bytes, the Domain expects " +
-         std::to_string(expected) +
-         ": the program was compiled for other sizes; pass the handle of a Domain of its sizes";
-}
-
-std::string check_dtype(const Domain& domain, const char* name, ffi::DataType found) {
-  const bool is_f32 = domain.options.dtype == cpu::DType::kF32;
-  if (found == (is_f32 ? ffi::DataType::F32 : ffi::DataType::BF16)) return "";
-  return std::string(name) + " is not " + (is_f32 ? "float32" : "bfloat16") +
-         ", the Domain's dtype; pass the handle of a Domain of the program's dtype";
-}
-
-// The arrays that `write_plan_outputs` fills; `num_tokens` of one rank.
-struct PlanBuffers {
-  Out<I32>&route_slot, &broadcasts, &quota, &num_broadcasts, &load_before, &load, &status;
-  Out<U32>& generation;
-
-  std::string check(const Domain& domain, int32_t num_tokens) const {
-    const size_t word = sizeof(int32_t), ranks = domain.shape().slots.num_ranks;
-    const size_t rows = domain.options.plan_config().max_broadcasts();
-    const size_t routes =
-        size_t{1} * domain.options.ranks_per_device * num_tokens * domain.shape().top_k;
-    const std::pair<const char*, std::pair<size_t, size_t>> sizes[] = {
-        {"route_slot", {route_slot->size_bytes(), word * routes}},
-        {"broadcasts", {broadcasts->size_bytes(), word * rows * 6}},
-        {"quota", {quota->size_bytes(), word * rows * ranks}},
-        {"num_broadcasts", {num_broadcasts->size_bytes(), word}},
-        {"load_before", {load_before->size_bytes(), word * ranks}},
-        {"load", {load->size_bytes(), word * ranks}},
-        {"status", {status->size_bytes(), word}},
-        {"generation", {generation->size_bytes(), word}}};
-    for (const auto& [name, size] : sizes) {
-      const std::string error = check_size(name, size.first, size.second);
-      if (!error.empty()) return error;
-    }
-    return "";
-  }
-
-  PlanOutputs outputs() const {
-    return {route_slot->typed_data(),     broadcasts->typed_data(),  quota->typed_data(),
-            num_broadcasts->typed_data(), load_before->typed_data(), load->typed_data(),
-            status->typed_data(),         generation->typed_data()};
-  }
-};
-
-// Tokens of one rank of a [V * tokens, width] operand, or an error.
-std::string count_tokens(const Domain& domain, ffi::Span<const int64_t> dims, int64_t width,
-                         const char* name, int32_t* num_tokens) {
-  const int64_t ranks = domain.options.ranks_per_device;
-  if (dims.size() != 2 || dims[1] != width || dims[0] % ranks != 0) {
-    return std::string(name) + " is not [" + std::to_string(ranks) + " ranks x tokens, " +
-           std::to_string(width) + "]";
-  }
-  if (dims[0] / ranks > domain.shape().max_tokens) {
-    return std::to_string(dims[0] / ranks) +
-           " tokens per rank exceed the Domain's max_tokens_per_rank=" +
-           std::to_string(domain.shape().max_tokens) + "; make a larger Domain";
-  }
-  *num_tokens = static_cast<int32_t>(dims[0] / ranks);
-  return "";
-}
-
 // The device's first expert of `layer` in a plane [V*H, a, b] or a stack [L, V*H, a, b].
-const uint8_t* plane_of(const Domain& domain, const ffi::AnyBuffer& plane, int32_t layer,
+const uint8_t* plane_of(const CallSizes& sizes, const ffi::AnyBuffer& plane, int32_t layer,
                         std::string* error) {
-  const int64_t experts =
-      int64_t{domain.options.ranks_per_device} * domain.shape().slots.num_home();
-  const size_t bytes = experts * domain.shape().plane_bytes();
-  *error = check_dtype(domain, "a plane of the weights", plane.element_type());
+  int32_t num_stacked = 0;
+  *error = check_plane(sizes, plane, &num_stacked);
   if (!error->empty()) return nullptr;
-  const auto dims = plane.dimensions();
-  const bool is_stacked = dims.size() == 4;
-  const int64_t layers = is_stacked ? dims[0] : 1;
-  if (plane.size_bytes() != layers * bytes || (!is_stacked && dims.size() != 3)) {
-    *error = "weights hold " + std::to_string(plane.size_bytes()) + " bytes a plane, expected " +
-             std::to_string(layers * bytes);
-    return nullptr;
-  }
-  if (is_stacked && layer >= layers) {
-    *error = "layer " + std::to_string(layer) + " is outside the " + std::to_string(layers) +
+  if (num_stacked > 0 && layer >= num_stacked) {
+    *error = "layer " + std::to_string(layer) + " is outside the " + std::to_string(num_stacked) +
              " stacked layers";
     return nullptr;
   }
-  return static_cast<const uint8_t*>(plane.untyped_data()) + (is_stacked ? layer * bytes : 0);
+  const size_t layer_bytes = num_stacked > 0 ? plane.size_bytes() / num_stacked : 0;
+  return static_cast<const uint8_t*>(plane.untyped_data()) + layer * layer_bytes;
 }
 
 // What `start` and `plan` share; params are i32 [3]: layer, weights_version, is_balanced.
-std::string read_call(const Domain& domain, const I32& params, const I32& topk_ids,
+std::string read_call(const CallSizes& sizes, const I32& params, const I32& topk_ids,
                       StartCall* call) {
   if (params.element_count() != 3) return "params is not i32[3]";
   const int32_t* values = params.typed_data();
-  if (values[0] < 0 || values[0] >= domain.options.num_layers) {
+  if (values[0] < 0 || values[0] >= sizes.num_layers) {
     return "layer " + std::to_string(values[0]) +
-           " is outside the Domain's num_layers=" + std::to_string(domain.options.num_layers);
+           " is outside the Domain's num_layers=" + std::to_string(sizes.num_layers);
   }
   call->layer = values[0];
   call->weights_version = values[1];
   call->is_balanced = values[2] != 0;
   call->topk_ids = topk_ids.typed_data();
-  return count_tokens(domain, topk_ids.dimensions(), domain.shape().top_k, "topk_ids",
+  return count_tokens(sizes, topk_ids.dimensions(), sizes.shape.top_k, "topk_ids",
                       &call->num_tokens);
 }
 
 ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids,
                  ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
-                 Out<U32> ticket, Out<ffi::AnyBuffer> x_out) {
-  const Target target = find_target(handle.typed_data(), handle.element_count());
+                 Out<U32> ticket, Out<ffi::AnyBuffer> x_out, int64_t config) {
+  const Target target = find_target(handle.typed_data(), handle.element_count(), config);
   if (!target.error.empty()) return failed(target.error);
   Domain& domain = *target.domain;
+  const CallSizes sizes = sizes_of(domain);
   StartCall call{};
-  std::string error = read_call(domain, params, topk_ids, &call);
+  std::string error = read_call(sizes, params, topk_ids, &call);
   if (error.empty()) error = check_size("x_out", x_out->size_bytes(), x.size_bytes());
-  if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumWords);
+  if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumHandleWords);
   if (!error.empty()) return failed(error);
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
   for (int i = 0; i < 3; ++i) {
-    call.weights[i] = plane_of(domain, *planes[i], call.layer, &error);
+    call.weights[i] = plane_of(sizes, *planes[i], call.layer, &error);
     if (!call.weights[i]) return failed(error);
   }
   uint32_t* words = ticket->typed_data();
-  std::copy_n(handle.typed_data(), kNumWords, words);
+  std::copy_n(handle.typed_data(), kNumHandleWords, words);
   words[3] = target.device->start({run.run_id, site->number}, call, {}, nullptr);
   // x passes through so that what reads it is ordered behind this call; XLA aliases the two.
   if (x_out->untyped_data() != x.untyped_data() && x.size_bytes() > 0) {
@@ -240,31 +165,32 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
                       ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer after,
                       Out<ffi::AnyBuffer> y, Out<I32> route_slot, Out<I32> broadcasts,
                       Out<I32> quota, Out<I32> num_broadcasts, Out<I32> load_before, Out<I32> load,
-                      Out<I32> status, Out<U32> generation) {
+                      Out<I32> status, Out<U32> generation, int64_t config) {
   (void)after;  // an operand only so that it is computed before this call
-  const Target target = find_target(ticket.typed_data(), ticket.element_count());
+  const Target target = find_target(ticket.typed_data(), ticket.element_count(), config);
   if (!target.error.empty()) return failed_future(target.error);
   Domain& domain = *target.domain;
+  const CallSizes sizes = sizes_of(domain);
   const std::shared_ptr<Invocation> invocation = target.device->find(ticket.typed_data()[3]);
   if (!invocation) return failed_future("the ticket's call is not in flight; use each ticket once");
   int32_t num_tokens = 0;
-  std::string error = count_tokens(domain, x.dimensions(), domain.shape().hidden, "x", &num_tokens);
+  std::string error = count_tokens(sizes, x.dimensions(), sizes.shape.hidden, "x", &num_tokens);
   if (error.empty() && num_tokens != invocation->call.num_tokens) {
     error = "x has " + std::to_string(num_tokens) + " tokens per rank, topk_ids had " +
             std::to_string(invocation->call.num_tokens);
   }
   const PlanBuffers plan{route_slot,  broadcasts, quota,  num_broadcasts,
                          load_before, load,       status, generation};
-  if (error.empty()) error = check_dtype(domain, "x", x.element_type());
+  if (error.empty()) error = check_dtype(sizes, "x", x.element_type());
   if (error.empty()) error = check_size("y", y->size_bytes(), x.size_bytes());
   if (error.empty()) {
     error = check_size("topk_weights", topk_weights.size_bytes(),
                        invocation->route_slot.size() * sizeof(float));
   }
-  if (error.empty()) error = plan.check(domain, num_tokens);
+  if (error.empty()) error = plan.check(sizes, num_tokens);
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
   for (int i = 0; i < 3 && error.empty(); ++i) {
-    const uint8_t* plane = plane_of(domain, *planes[i], invocation->call.layer, &error);
+    const uint8_t* plane = plane_of(sizes, *planes[i], invocation->call.layer, &error);
     if (error.empty() && plane != invocation->call.weights[i]) {
       error = "weights moved between start and fused_moe; pass the same arrays to both";
     }
@@ -279,27 +205,31 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
   ffi::Promise promise;
   ffi::Future future(promise);
   FusedCall call{static_cast<const uint8_t*>(x.untyped_data()), topk_weights.typed_data(),
-                 static_cast<uint8_t*>(y->untyped_data()), plan.outputs(), completion(promise)};
+                 static_cast<uint8_t*>(y->untyped_data()), plan.outputs<PlanOutputs>(),
+                 completion(promise)};
   target.device->fused_moe(invocation->generation, std::move(call));
   return future;
 }
 
 ffi::Future plan(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids,
                  Out<I32> route_slot, Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
-                 Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation) {
-  const Target target = find_target(handle.typed_data(), handle.element_count());
+                 Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
+                 int64_t config) {
+  const Target target = find_target(handle.typed_data(), handle.element_count(), config);
   if (!target.error.empty()) return failed_future(target.error);
   Domain& domain = *target.domain;
+  const CallSizes sizes = sizes_of(domain);
   StartCall call{};
   call.is_plan_only = true;
   const PlanBuffers buffers{route_slot,  broadcasts, quota,  num_broadcasts,
                             load_before, load,       status, generation};
-  std::string error = read_call(domain, params, topk_ids, &call);
-  if (error.empty()) error = buffers.check(domain, call.num_tokens);
+  std::string error = read_call(sizes, params, topk_ids, &call);
+  if (error.empty()) error = buffers.check(sizes, call.num_tokens);
   if (!error.empty()) return failed_future(error);
   ffi::Promise promise;
   ffi::Future future(promise);
-  target.device->start({run.run_id, site->number}, call, buffers.outputs(), completion(promise));
+  target.device->start({run.run_id, site->number}, call, buffers.outputs<PlanOutputs>(),
+                       completion(promise));
   return future;
 }
 
@@ -317,7 +247,8 @@ XLA_FFI_DEFINE_HANDLER(kStart, start,
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
                            .Ret<U32>()
-                           .Ret<ffi::AnyBuffer>());
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("config"));
 
 XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
                        ffi::Ffi::Bind()
@@ -336,7 +267,8 @@ XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
                            .Ret<I32>()
                            .Ret<I32>()
                            .Ret<I32>()
-                           .Ret<U32>());
+                           .Ret<U32>()
+                           .Attr<int64_t>("config"));
 
 XLA_FFI_DEFINE_HANDLER(kPlan, plan,
                        ffi::Ffi::Bind()
@@ -352,12 +284,8 @@ XLA_FFI_DEFINE_HANDLER(kPlan, plan,
                            .Ret<I32>()
                            .Ret<I32>()
                            .Ret<I32>()
-                           .Ret<U32>());
-
-template <typename Handler>
-nb::capsule capsule_of(Handler* handler) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
-}
+                           .Ret<U32>()
+                           .Attr<int64_t>("config"));
 
 }  // namespace
 

@@ -227,7 +227,7 @@ void bind_domain(nb::module_& m) {
           [](cpu::DomainOptions* self, const DomainShape& shape, bool is_bf16, int min_group_size,
              int min_routes, int gain_threshold, int copy_rule, bool resident, int num_layers,
              int ranks_per_device, int64_t max_routes_per_rank, double timeout_s,
-             double startup_timeout_s, bool poison) {
+             double startup_timeout_s, bool poison, int64_t sizes) {
             new (self) cpu::DomainOptions{shape,
                                           is_bf16 ? cpu::DType::kBF16 : cpu::DType::kF32,
                                           min_group_size,
@@ -240,13 +240,14 @@ void bind_domain(nb::module_& m) {
                                           max_routes_per_rank,
                                           static_cast<int64_t>(timeout_s * 1e9),
                                           static_cast<int64_t>(startup_timeout_s * 1e9),
-                                          poison};
+                                          poison,
+                                          static_cast<uint64_t>(sizes)};
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("is_bf16"), nb::arg("min_group_size"),
           nb::arg("min_routes"), nb::arg("gain_threshold"), nb::arg("copy_rule"),
           nb::arg("resident"), nb::arg("num_layers"), nb::arg("ranks_per_device"),
           nb::arg("max_routes_per_rank"), nb::arg("timeout_s"), nb::arg("startup_timeout_s"),
-          nb::arg("poison"));
+          nb::arg("poison"), nb::arg("sizes"));
   m.def("create_domain", &create_domain);
   m.def("wait_idle", &wait_idle);
   m.def("close_domain", &close_domain);

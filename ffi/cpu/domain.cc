@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ffi/core/error_text.h"
+
 namespace iser::cpu {
 namespace {
 
@@ -217,53 +219,7 @@ ErrorWord Domain::error() const {
 }
 
 std::string Domain::error_text() const {
-  const ErrorWord e = error();
-  const auto number = [](auto value) { return std::to_string(value); };
-  const std::string where = " in layer " + number(e.layer) + ", stage " +
-                            stage_name(static_cast<Stage>(e.stage)) + ", generation " +
-                            number(e.generation);
-  const std::string rank = "IserError: rank " + number(e.rank);
-  switch (static_cast<ErrorCode>(e.code)) {
-    case ErrorCode::kNone:
-      return "";
-    case ErrorCode::kTimeout:
-      if (e.peer == e.rank && static_cast<Stage>(e.stage) == Stage::kCombine) {
-        return rank + " waited " + number(e.expected) + " ms for the call before this one to end" +
-               where +
-               "; it lost its fused_moe, or the two calls stand side by side in a program: let one "
-               "take what the other gives, or use a Domain for each";
-      }
-      return rank + " waited " + number(e.expected) + " ms for " +
-             (e.peer < 0 ? std::string("its routes") : "rank " + number(e.peer)) + where +
-             "; a rank is late, stuck or in another program: look there, or raise " +
-             (e.generation == 1 && options.startup_timeout_ns != options.timeout_ns
-                  ? "startup_timeout_s"
-                  : "timeout_s");
-    case ErrorCode::kPeerDied:
-      return rank + " lost the process of rank " + number(e.peer) + where +
-             "; close this Domain and make a new one with the processes that are left";
-    case ErrorCode::kCallMismatch:
-      return rank + " is in layer " + number(static_cast<int64_t>(e.expected)) + ", but rank " +
-             number(e.peer) + " is in layer " + number(static_cast<int64_t>(e.found)) +
-             " or brings other sizes or options" + where +
-             "; all ranks of a Domain must make the same calls in the same order: give each "
-             "program a Domain of its own";
-    case ErrorCode::kPlanMismatch:
-      return rank + " has plan hash " + number(e.expected) + ", but rank " + number(e.peer) +
-             " has " + number(e.found) + where +
-             "; all ranks need the same options and the same version of jax_iser";
-    case ErrorCode::kClosed:
-      return rank + " was in a call when the Domain was closed" + where +
-             "; block until results are ready before leaving the Domain's context";
-    case ErrorCode::kBadFusedMoe:
-      return rank + " got a fused_moe with other tokens or weights than its start" + where +
-             "; pass the same arrays to both, and make a new Domain";
-    case ErrorCode::kCorrupt:
-      return rank + " found a guard word behind section " +
-             section_name(static_cast<Section>(e.expected)) +
-             " overwritten; memory of this Domain can't be trusted: please report this";
-  }
-  return rank + " failed with unknown code " + number(e.code) + where;
+  return iser::error_text(error(), options.startup_timeout_ns != options.timeout_ns);
 }
 
 void Domain::check_guards() {

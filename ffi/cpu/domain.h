@@ -39,6 +39,7 @@ struct DomainOptions {
   int64_t timeout_ns;
   int64_t startup_timeout_ns;  // for the first invocation
   bool poison;                 // fill token and combine buffers with NaN before each use
+  uint64_t sizes = 0;          // digest of the configuration; programs are compiled for one
 
   PlanConfig plan_config() const {
     return {shape.slots, min_group_size, min_routes, gain_threshold, copy_rule};

@@ -41,6 +41,12 @@ struct PlanGrid {
   int32_t smem_bytes;
   bool is_packed_shared;  // the CTA's routes fit in shared memory
   bool is_cooperative;
+
+  bool operator==(const PlanGrid& other) const {
+    return ranks_per_device == other.ranks_per_device && ctas_per_rank == other.ctas_per_rank &&
+           max_routes == other.max_routes && smem_bytes == other.smem_bytes &&
+           is_packed_shared == other.is_packed_shared && is_cooperative == other.is_cooperative;
+  }
 };
 
 // What helper slots of a bank hold, for resident replicas.

@@ -1,0 +1,224 @@
+// XLA FFI calls on platform CUDA: `start`, `fused_moe` and `plan`. They enqueue and return: which
+// Domain a call meets is read from its operand on the device.
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "ffi/bindings/bindings.h"
+#include "ffi/bindings/checks.h"
+#include "ffi/cuda/device.cuh"
+#include "ffi/cuda/start.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace nb = nanobind;
+namespace ffi = xla::ffi;
+
+namespace iser {
+namespace {
+
+using cuda::DeviceRuntime;
+using cuda::DomainSetup;
+using cuda::PlanOutputs;
+
+// What a call is enqueued with.
+struct Target {
+  DeviceRuntime* runtime = nullptr;
+  const DomainSetup* setup = nullptr;
+  CallSizes sizes{};
+  std::string error;
+};
+
+Target find_target(int32_t ordinal, int64_t config, size_t num_words) {
+  Target target;
+  target.runtime = cuda::find_device(ordinal);
+  target.setup = cuda::find_setup(static_cast<uint64_t>(config));
+  if (!target.runtime || !target.setup) {
+    target.error = "GPU " + std::to_string(ordinal) +
+                   " has seen no Domain of the configuration that the program was compiled for; "
+                   "make the Domain in the process that runs the program";
+    return target;
+  }
+  if (num_words != kNumHandleWords) target.error = "the domain operand is not a handle's row";
+  const DomainSetup& setup = *target.setup;
+  target.sizes = {setup.shape, setup.plan.max_broadcasts(), setup.ranks_per_device,
+                  setup.num_layers, setup.is_bf16 != 0};
+  return target;
+}
+
+std::string cuda_text(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return "";
+  return std::string(what) + " failed: " + cudaGetErrorName(error) + ", " +
+         cudaGetErrorString(error);
+}
+
+// The next cell of the ring, free for MAIN to write once the call that had it has been copied.
+std::string take_cell(DeviceRuntime& runtime, cudaStream_t main, uint32_t* index) {
+  *index = runtime.num_calls++ % DeviceRuntime::kNumCells;
+  return cuda_text(cudaStreamWaitEvent(main, runtime.copied[*index], 0), "waiting for a cell");
+}
+
+// One of the three planes as the plan publishes it: the device's first expert of layer 0.
+std::string read_planes(const CallSizes& sizes, const ffi::AnyBuffer* const (&planes)[3],
+                        const uint8_t* (&weights)[3], int32_t* num_stacked) {
+  for (int i = 0; i < 3; ++i) {
+    int32_t stacked = 0;
+    const std::string error = check_plane(sizes, *planes[i], &stacked);
+    if (!error.empty()) return error;
+    if (i > 0 && stacked != *num_stacked) return "planes are stacked over different layers";
+    *num_stacked = stacked;
+    weights[i] = static_cast<const uint8_t*>(planes[i]->untyped_data());
+  }
+  return "";
+}
+
+// MAIN keeps the operands and goes on; COPY plans, copies, and says READY.
+std::string enqueue_start(DeviceRuntime& runtime, const DomainSetup& setup,
+                          cuda::StartLaunch& start, cuda::PlanLaunch& plan, cudaStream_t main) {
+  uint32_t index = 0;
+  std::string error = take_cell(runtime, main, &index);
+  plan.cell = start.cell = runtime.cells + index;
+  const auto then = [&](cudaError_t code, const char* what) {
+    if (error.empty()) error = cuda_text(code, what);
+    return error.empty();
+  };
+  if (!error.empty()) return error;
+  then(cuda::launch_start(start, main), "launching start") &&
+      then(cudaEventRecord(runtime.started, main), "recording start") &&
+      then(cudaStreamWaitEvent(runtime.copy, runtime.started, 0), "waiting for start") &&
+      then(cuda::launch_plan(setup.grid, plan, runtime.copy), "launching plan") &&
+      then(cudaEventRecord(runtime.planned[index], runtime.copy), "recording the plan") &&
+      then(cuda::launch_replication({plan.cell, setup.shape, setup.replication}, runtime.copy),
+           "launching replication") &&
+      then(cudaEventRecord(runtime.copied[index], runtime.copy), "recording the copies");
+  runtime.last_started = index;
+  return error;
+}
+
+ffi::Error start(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 topk_ids,
+                 ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
+                 Out<U32> ticket, Out<ffi::AnyBuffer> x_out, int64_t config) {
+  const Target target = find_target(ordinal, config, handle.element_count());
+  if (!target.error.empty()) return failed(target.error);
+  const CallSizes& sizes = target.sizes;
+  cuda::PlanLaunch plan{};
+  int32_t num_stacked = 0;
+  const ffi::AnyBuffer* const planes[] = {&gate, &up, &down};
+  std::string error =
+      count_tokens(sizes, topk_ids.dimensions(), sizes.shape.top_k, "topk_ids", &plan.num_tokens);
+  if (error.empty()) error = check_size("params", params.element_count(), 3);
+  if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumHandleWords);
+  if (error.empty()) error = check_size("x_out", x_out->size_bytes(), x.size_bytes());
+  if (error.empty()) error = read_planes(sizes, planes, plan.weights, &num_stacked);
+  if (!error.empty()) return failed(error);
+  DeviceRuntime& runtime = *target.runtime;
+  plan.config = target.setup->plan;
+  plan.top_k = sizes.shape.top_k;
+  plan.is_stacked = num_stacked > 0;
+  cuda::StartLaunch start{};
+  start.directory = runtime.directory;
+  start.handle = handle.typed_data();
+  start.sizes = static_cast<uint64_t>(config);
+  start.params = params.typed_data();
+  start.topk_ids = topk_ids.typed_data();
+  start.num_routes = static_cast<int64_t>(topk_ids.element_count());
+  start.num_stacked = num_stacked;
+  start.ticket = ticket->typed_data();
+  std::lock_guard lock(runtime.mutex);
+  error = enqueue_start(runtime, *target.setup, start, plan, main);
+  if (!error.empty()) return failed(error);
+  // x passes through so that what reads it is ordered behind this call; XLA aliases the two.
+  if (x_out->untyped_data() != x.untyped_data() && x.size_bytes() > 0) {
+    error = cuda_text(cudaMemcpyAsync(x_out->untyped_data(), x.untyped_data(), x.size_bytes(),
+                                      cudaMemcpyDeviceToDevice, main),
+                      "copying x");
+  }
+  return error.empty() ? ffi::Error::Success() : failed(error);
+}
+
+ffi::Error plan(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 topk_ids,
+                Out<I32> route_slot, Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
+                Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
+                int64_t config) {
+  const Target target = find_target(ordinal, config, handle.element_count());
+  if (!target.error.empty()) return failed(target.error);
+  const CallSizes& sizes = target.sizes;
+  cuda::PlanLaunch plan{};
+  const PlanBuffers buffers{route_slot,  broadcasts, quota,  num_broadcasts,
+                            load_before, load,       status, generation};
+  std::string error =
+      count_tokens(sizes, topk_ids.dimensions(), sizes.shape.top_k, "topk_ids", &plan.num_tokens);
+  if (error.empty()) error = check_size("params", params.element_count(), 3);
+  if (error.empty()) error = buffers.check(sizes, plan.num_tokens);
+  if (!error.empty()) return failed(error);
+  DeviceRuntime& runtime = *target.runtime;
+  plan.config = target.setup->plan;
+  plan.top_k = sizes.shape.top_k;
+  plan.topk_ids = topk_ids.typed_data();
+  plan.is_plan_only = 1;
+  plan.outputs = buffers.outputs<PlanOutputs>();
+  cuda::StartLaunch start{};
+  start.directory = runtime.directory;
+  start.handle = handle.typed_data();
+  start.sizes = static_cast<uint64_t>(config);
+  start.params = params.typed_data();
+  start.topk_ids = topk_ids.typed_data();
+  start.num_routes = static_cast<int64_t>(topk_ids.element_count());
+  start.is_plan_only = 1;
+  std::lock_guard lock(runtime.mutex);
+  uint32_t index = 0;
+  error = take_cell(runtime, main, &index);
+  plan.cell = start.cell = runtime.cells + index;
+  if (error.empty()) error = cuda_text(cuda::launch_start(start, main), "launching start");
+  if (error.empty()) {
+    error = cuda_text(cuda::launch_plan(target.setup->grid, plan, main), "launching plan");
+  }
+  if (error.empty()) {
+    error = cuda_text(cudaEventRecord(runtime.copied[index], main), "recording the plan");
+  }
+  return error.empty() ? ffi::Error::Success() : failed(error);
+}
+
+XLA_FFI_DEFINE_HANDLER(kStart, start,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<U32>()
+                           .Arg<I32>()
+                           .Arg<I32>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<U32>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("config"));
+
+XLA_FFI_DEFINE_HANDLER(kPlan, plan,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<U32>()
+                           .Arg<I32>()
+                           .Arg<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<U32>()
+                           .Attr<int64_t>("config"));
+
+}  // namespace
+
+void bind_cuda_calls(nb::module_& m) {
+  m.def("cuda_calls", [] {
+    nb::dict calls;
+    calls["start"] = capsule_of(kStart);
+    calls["plan"] = capsule_of(kPlan);
+    return calls;
+  });
+}
+
+}  // namespace iser

@@ -1,0 +1,72 @@
+"""A Domain on the CPU devices of one host, as `Domain` drives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_iser import _bootstrap, _iser
+
+
+class CpuRuntime:
+    """The memory and the threads behind a Domain.
+
+    Attributes:
+      id: names the Domain in handles.
+      members: the processes.
+    """
+
+    def __init__(self, config, options, shape, devices):
+        self._config = config
+        self.members = _bootstrap.connect(
+            devices, config.ranks_per_device, shape.segment_bytes, config
+        )
+        self._num_placed = 0
+        try:
+            self.id = _iser.create_domain(options, self.members.specs, self.members.local)
+        except BaseException:
+            self.members.close()
+            raise
+
+    def publish(self) -> None:
+        """Nothing to do: calls find the Domain once it is made."""
+
+    def wait_idle(self, wait_s: float) -> bool:
+        """Whether all calls ended within so many seconds."""
+        return _iser.wait_idle(self.id, wait_s)
+
+    def close(self, wait_s: float) -> None:
+        """Fails what does not end within `wait_s`, then releases everything."""
+        _iser.close_domain(self.id, wait_s)
+        self.members.close()
+
+    def describe_error(self) -> dict[str, Any]:
+        """Fields of an `IserError`, with its `text`; `code` is 0 for none."""
+        return _iser.describe_error(self.id)
+
+    def busy(self, reset: bool) -> tuple[np.ndarray, np.ndarray]:
+        """As `Domain.busy`."""
+        ns, rows = _iser.read_busy(self.id, reset)
+        shape = (self._config.num_layers, -1)
+        return np.reshape(ns, shape) / 1e9, np.reshape(rows, shape)
+
+    def timelines(self) -> list[tuple]:
+        """Rows of `Timeline`."""
+        return _iser.read_timelines(self.id)
+
+    def helper(self, rank: int, bank: int, helper_idx: int) -> bytes:
+        """Bytes of a helper slot."""
+        return _iser.read_helper(self.id, rank, bank, helper_idx)
+
+    def stall(self, rank: int, stage: int, seconds: float) -> None:
+        """Delays the rank's next arrival."""
+        _iser.stall(self.id, rank, stage, seconds)
+
+    def place(self, array: np.ndarray, sharding) -> jax.Array:
+        """As `Domain.place`, for one array."""
+        if len(self.members.specs) == 1:
+            return jax.device_put(array, sharding)
+        self._num_placed += 1
+        return self.members.place(self.id, array, sharding, self._num_placed)

@@ -1,0 +1,185 @@
+"""A Domain on GPUs, as `Domain` drives it. Needs the extension `_iser_cuda` and cuda-python."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_iser import _bootstrap, _cuda_memory, _iser
+from jax_iser._cuda_driver import Devices
+from jax_iser._ffi import _iser_cuda
+
+DEFAULT_COPY_SMS = 8
+_ids = itertools.count(1)  # of this process: handles are its own
+_BAD_HANDLE = 8
+
+
+class CudaRuntime:
+    """The memory of a Domain on this process's GPUs, and what their kernels keep there.
+
+    Attributes:
+      id: names the Domain in handles.
+      members: the processes.
+    """
+
+    def __init__(self, config, options, devices):
+        _check(config, devices)
+        self._config, self.id = config, next(_ids)
+        me = jax.process_index()
+        self._ordinals = [d.local_hardware_id for d in devices if d.process_index == me]
+        for ordinal in self._ordinals:
+            _iser_cuda.open_device(ordinal, _iser.HANDLE_MARK)
+        setup = _iser_cuda.DomainSetup(options, config.copy_sms or DEFAULT_COPY_SMS)
+        for ordinal in self._ordinals:
+            _iser_cuda.add_setup(ordinal, config.digest, setup)
+        # Memory comes from the driver; the processes' memfds stay empty but for a page.
+        self.members = _bootstrap.connect(devices, config.ranks_per_device, lambda _: 1, config)
+        try:
+            local = [d for d in devices if d.process_index == me]
+            self._memory = _cuda_memory.allocate(Devices.of(local), setup.device_bytes())
+        except BaseException:
+            self.members.close()
+            raise
+        try:
+            self._parts = self._make_parts(setup)
+        except BaseException:
+            self._release()
+            raise
+
+    def _make_parts(self, setup):
+        segments = self._exchange()
+        first = self._first_device()
+        return [
+            _iser_cuda.CudaPart(
+                ordinal=ordinal,
+                setup=setup,
+                id=self.id,
+                sizes=self._config.digest,
+                device=first + i,
+                segments=segments,
+            )
+            for i, ordinal in enumerate(self._ordinals)
+        ]
+
+    def _first_device(self):
+        return self.members.specs[self.members.local][1] // self._config.ranks_per_device
+
+    def _exchange(self) -> list[int]:
+        """Where each device's memory is mapped in this process, in rank order."""
+        own = [segment.address for segment in self._memory.segments]
+        if len(self.members.specs) == 1:
+            return own
+        counts = [ranks // self._config.ranks_per_device for _, _, ranks, _ in self.members.specs]
+        segments: list[list[int]] = [[] for _ in counts]
+        for i in range(max(counts)):
+            fd, note = _export(self._memory.segments, i)
+            try:
+                received = self.members.exchange_fds(fd, note)
+                for process, (peer_fd, peer_note) in enumerate(received):
+                    if process == self.members.local or i >= counts[process]:
+                        continue
+                    peer = self._memory.import_peer(peer_fd, peer_note)
+                    segments[process].append(peer.address)
+            finally:
+                os.close(fd)
+            for process, (peer_fd, _) in enumerate(received):
+                if process != self.members.local:
+                    os.close(peer_fd)
+        segments[self.members.local] = own
+        return list(itertools.chain(*segments))
+
+    def publish(self) -> None:
+        """From now on programs can name the Domain."""
+        for part in self._parts:
+            part.publish()
+
+    def wait_idle(self, wait_s: float) -> bool:
+        """Whether COPY of every GPU ran dry within so many seconds."""
+        return all(part.wait_idle(wait_s) for part in self._parts)
+
+    def close(self, wait_s: float) -> None:
+        """Fails what does not end within `wait_s`, then releases everything."""
+        if not self.wait_idle(wait_s):
+            for part in self._parts:
+                part.fail_closed(self._first_device() * self._config.ranks_per_device)
+            self.wait_idle(wait_s + 10.0)
+        for part in self._parts:
+            part.remove()
+        self._release()
+
+    def _release(self):
+        self._memory.close()
+        self.members.close()
+
+    def describe_error(self) -> dict[str, Any]:
+        """Fields of an `IserError`, with its `text`; `code` is 0 for none."""
+        has_startup = self._config.startup_limit_s(len(self.members.specs) > 1)
+        has_startup_limit = has_startup != self._config.timeout_s
+        fields: dict[str, Any] = {}
+        for part in self._parts:
+            fields = part.describe_error(has_startup_limit)
+            if fields["code"]:
+                return fields
+        misuse = sum(_iser_cuda.take_misuse(ordinal) for ordinal in self._ordinals)
+        if misuse:
+            fields["code"] = _BAD_HANDLE
+            fields["text"] = (
+                f"IserError: {misuse} calls on these GPUs named a Domain that is not open or has "
+                "another configuration, and gave NaN; pass the handle of an open Domain as an "
+                "argument of the program, not as a constant captured by it"
+            )
+        return fields
+
+    def busy(self, reset: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Not on GPUs."""
+        raise NotImplementedError("Domain.busy is measured on CPUs; on GPUs use jax.profiler")
+
+    def timelines(self) -> list[tuple]:
+        """Not on GPUs."""
+        raise NotImplementedError("Domain.timelines are kept on CPUs; on GPUs use jax.profiler")
+
+    def helper(self, rank: int, bank: int, helper_idx: int) -> bytes:
+        """Bytes of a helper slot."""
+        part, local_idx = self._find(rank)
+        return part.read_helper(local_idx, bank, helper_idx)
+
+    def stall(self, rank: int, stage: int, seconds: float) -> None:
+        """Delays the rank's next arrival."""
+        part, local_idx = self._find(rank)
+        part.stall(local_idx, stage, seconds)
+
+    def _find(self, rank):
+        device, local_idx = divmod(rank, self._config.ranks_per_device)
+        index = device - self._first_device()
+        if not 0 <= index < len(self._parts):
+            raise ValueError(f"rank {rank} is not on a GPU of this process")
+        return self._parts[index], local_idx
+
+    def place(self, array: np.ndarray, sharding) -> jax.Array:
+        """A plain placement: owners push copies, so that peers need not read weights."""
+        return jax.device_put(array, sharding)
+
+
+def _check(config, devices):
+    if _iser_cuda is None:
+        raise ValueError(
+            "the mesh has GPUs, but this build of jax_iser has no CUDA kernels; build it with "
+            'ISER_CUDA=1 and nvcc (docs/building.md), or use method="reference"'
+        )
+    is_multi_process = _bootstrap.process_count(devices) > 1
+    if is_multi_process and config.copy_rule != "owner_direct":
+        raise ValueError(
+            f"copy_rule={config.copy_rule!r} has ranks read each other's weights, which across "
+            'processes GPUs cannot; use copy_rule="owner_direct", or one process for all GPUs'
+        )
+
+
+def _export(segments, index):
+    """(descriptor, note) of a segment; of an empty file where there are fewer."""
+    if index < len(segments):
+        return segments[index].export()
+    return os.memfd_create("jax_iser", os.MFD_CLOEXEC), {}
