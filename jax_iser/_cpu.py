@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jax_iser import _bootstrap, _iser
+from jax_iser._options import options_of, shape_of
 
 
 class CpuRuntime:
@@ -18,8 +19,9 @@ class CpuRuntime:
       members: the processes.
     """
 
-    def __init__(self, config, options, shape, devices):
+    def __init__(self, config, devices, is_multi_process):
         self._config = config
+        shape, options = shape_of(config, is_multi_process), options_of(config, is_multi_process)
         self.members = _bootstrap.connect(
             devices, config.ranks_per_device, shape.segment_bytes, config
         )

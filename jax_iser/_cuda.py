@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from typing import Any
@@ -12,10 +13,16 @@ import numpy as np
 from jax_iser import _bootstrap, _cuda_memory, _iser
 from jax_iser._cuda_driver import Devices
 from jax_iser._ffi import _iser_cuda
+from jax_iser._options import options_of
+from jax_iser.config import DomainConfig
 
 DEFAULT_COPY_SMS = 8
 _ids = itertools.count(1)  # of this process: handles are its own
 _BAD_HANDLE = 8
+_NO_EXTENSION = (
+    "the Domain is on GPUs, but this build of jax_iser has no CUDA kernels; build it with ISER_CUDA=1 "
+    'and nvcc (docs/building.md), or use method="reference"'
+)
 
 
 class CudaRuntime:
@@ -26,14 +33,14 @@ class CudaRuntime:
       members: the processes.
     """
 
-    def __init__(self, config, options, devices):
-        _check(config, devices)
+    def __init__(self, config, devices, is_multi_process):
+        _check(config, is_multi_process)
         self._config, self.id = config, next(_ids)
         me = jax.process_index()
         self._ordinals = [d.local_hardware_id for d in devices if d.process_index == me]
         for ordinal in self._ordinals:
             _iser_cuda.open_device(ordinal, _iser.HANDLE_MARK)
-        setup = _iser_cuda.DomainSetup(options, config.copy_sms or DEFAULT_COPY_SMS)
+        setup = _setup(config, is_multi_process)
         for ordinal in self._ordinals:
             _iser_cuda.add_setup(ordinal, config.digest, setup)
         # Memory comes from the driver; the processes' memfds stay empty but for a page.
@@ -164,13 +171,22 @@ class CudaRuntime:
         return jax.device_put(array, sharding)
 
 
-def _check(config, devices):
+def _setup(config, is_multi_process):
+    copy_sms = config.copy_sms or DEFAULT_COPY_SMS
+    return _iser_cuda.DomainSetup(options_of(config, is_multi_process), copy_sms)
+
+
+@functools.cache
+def workspace_bytes(config: DomainConfig, num_tokens: int) -> int:
+    """Scratch that `fused_moe` of so many tokens a rank takes of XLA on each GPU."""
     if _iser_cuda is None:
-        raise ValueError(
-            "the mesh has GPUs, but this build of jax_iser has no CUDA kernels; build it with "
-            'ISER_CUDA=1 and nvcc (docs/building.md), or use method="reference"'
-        )
-    is_multi_process = _bootstrap.process_count(devices) > 1
+        raise ValueError(_NO_EXTENSION)
+    return _setup(config, False).workspace_bytes(num_tokens)
+
+
+def _check(config, is_multi_process):
+    if _iser_cuda is None:
+        raise ValueError(_NO_EXTENSION)
     if is_multi_process and config.copy_rule != "owner_direct":
         raise ValueError(
             f"copy_rule={config.copy_rule!r} has ranks read each other's weights, which across "

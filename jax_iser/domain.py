@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_iser import _bootstrap, _iser
 from jax_iser._cpu import CpuRuntime
-from jax_iser.config import DTYPES, DomainConfig
+from jax_iser._options import shape_of
+from jax_iser.config import DomainConfig
 from jax_iser.errors import IserError
-from jax_iser.planner import COPY_RULES
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}  # of jax's devices
 _open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
@@ -264,7 +264,7 @@ class Timeline:
 
 def describe(config: DomainConfig, num_processes: int = 1) -> dict:
     """Bytes a Domain of `config` takes, before it is made."""
-    sections = dict(_shape_of(config, num_processes > 1).section_sizes())
+    sections = dict(shape_of(config, num_processes > 1).section_sizes())
     total = sections.pop("total") * config.num_ranks
     return {
         "config": dataclasses.asdict(config),
@@ -272,41 +272,6 @@ def describe(config: DomainConfig, num_processes: int = 1) -> dict:
         "bytes_total": total,
         "processes": num_processes,
     }
-
-
-def _shape_of(config, is_multi_process):
-    is_staging = is_multi_process and config.platform == "cpu"
-    return _iser.DomainShape(
-        num_ranks=config.num_ranks,
-        num_experts=config.num_experts,
-        num_helper_slots=config.num_helper_slots,
-        top_k=config.top_k,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        max_tokens=config.max_tokens_per_rank,
-        element_bytes=DTYPES[config.dtype],
-        num_banks=config.num_banks,
-        num_staged=min(config.num_helper_slots, config.num_home) if is_staging else 0,
-    )
-
-
-def _options_of(config, shape, is_multi_process):
-    return _iser.DomainOptions(
-        shape=shape,
-        is_bf16=config.dtype == "bfloat16",
-        min_group_size=config.min_group_size,
-        min_routes=config.min_routes,
-        gain_threshold=config.gain_threshold,
-        copy_rule=COPY_RULES.index(config.copy_rule),
-        resident=config.resident,
-        num_layers=config.num_layers,
-        ranks_per_device=config.ranks_per_device,
-        max_routes_per_rank=config.max_routes_per_rank,
-        timeout_s=config.timeout_s,
-        startup_timeout_s=config.startup_limit_s(is_multi_process),
-        poison=config.poison,
-        sizes=config.digest,
-    )
 
 
 def _check_mesh(mesh, axis):
@@ -334,13 +299,11 @@ def _platform_of(mesh) -> str:
 
 
 def _make_runtime(config, devices, is_multi_process):
-    shape = _shape_of(config, is_multi_process)
-    options = _options_of(config, shape, is_multi_process)
     if config.platform == "cpu":
-        return CpuRuntime(config, options, shape, devices)
+        return CpuRuntime(config, devices, is_multi_process)
     from jax_iser._cuda import CudaRuntime
 
-    return CudaRuntime(config, options, devices)
+    return CudaRuntime(config, devices, is_multi_process)
 
 
 def _wait_for_results(devices):

@@ -9,6 +9,8 @@ from jax_iser import _ffi
 from jax_iser.planner import Plan
 from jax_iser.replication import ExpertWeights, Ticket, check_tokens, check_weights, not_mapped
 
+NUM_PLAN_FIELDS = len(Plan._fields)
+
 
 def plan_results(config, routes_shape) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Types of `Plan`'s fields, in their order."""
@@ -18,16 +20,28 @@ def plan_results(config, routes_shape) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (*results, jax.ShapeDtypeStruct((), jnp.uint32))
 
 
+def _workspace(config, num_rows) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """On GPUs, where XLA gives the call its scratch as one more result."""
+    if config.platform != "cuda":
+        return ()
+    from jax_iser._cuda import workspace_bytes
+
+    num_bytes = workspace_bytes(config, num_rows // config.ranks_per_device)
+    return (jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),)
+
+
 def _make_call(config):
     @not_mapped
     def fused_moe(words, x, topk_weights, gate, up, down, after):
         results = (
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             *plan_results(config, topk_weights.shape),
+            *_workspace(config, x.shape[0]),
         )
         operands = (words, x, topk_weights, gate, up, down, after)
-        y, route_slot, *common = _ffi.call("fused_moe", config, results, *operands)
-        return *_ffi.varying_like(x, (y, route_slot)), *common
+        y, *plan = _ffi.call("fused_moe", config, results, *operands)[: 1 + NUM_PLAN_FIELDS]
+        y, plan[0] = _ffi.varying_like(x, (y, plan[0]))
+        return y, *plan
 
     return fused_moe
 

@@ -30,7 +30,8 @@ def test_a_handle_of_other_sizes_is_an_error_and_nothing_is_written(other):
     sizes = {"min_group_size": 1} if "dtype" not in other else {}
     with make_domain(problem) as fits, make_domain(problem, **other, **sizes) as differs:
         handle = foreign(differs.handle, fits.config)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="IserError: .* another configuration"):
+        words = r"IserError: .* another configuration"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
             jax.block_until_ready(jitted_layer(fits.mesh)(*problem.operands, handle))
         differs.close(check=False)
 

@@ -2,6 +2,8 @@
 // Domain a call meets is read from its operand on the device.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <mutex>
 #include <string>
 
 #include "ffi/bindings/bindings.h"
@@ -41,7 +43,7 @@ Target find_target(int32_t ordinal, int64_t config, size_t num_words) {
   if (num_words != kNumHandleWords) target.error = "the domain operand is not a handle's row";
   const DomainSetup& setup = *target.setup;
   target.sizes = {setup.shape, setup.plan.max_broadcasts(), setup.ranks_per_device,
-                  setup.num_layers, setup.is_bf16 != 0};
+                  setup.num_layers, setup.dtype == cuda::DType::kBF16};
   return target;
 }
 
@@ -57,7 +59,7 @@ std::string take_cell(DeviceRuntime& runtime, cudaStream_t main, uint32_t* index
   return cuda_text(cudaStreamWaitEvent(main, runtime.copied[*index], 0), "waiting for a cell");
 }
 
-// One of the three planes as the plan publishes it: the device's first expert of layer 0.
+// The planes as the plan publishes them: the device's first expert of the first layer.
 std::string read_planes(const CallSizes& sizes, const ffi::AnyBuffer* const (&planes)[3],
                         const uint8_t* (&weights)[3], int32_t* num_stacked) {
   for (int i = 0; i < 3; ++i) {
@@ -90,8 +92,83 @@ std::string enqueue_start(DeviceRuntime& runtime, const DomainSetup& setup,
       then(cuda::launch_replication({plan.cell, setup.shape, setup.replication}, runtime.copy),
            "launching replication") &&
       then(cudaEventRecord(runtime.copied[index], runtime.copy), "recording the copies");
-  runtime.last_started = index;
-  return error;
+  if (!error.empty()) return error;
+  // One that never gets its fused_moe, because its program failed in between, makes room in the
+  // end.
+  if (runtime.in_flight.size() == DeviceRuntime::kNumCells) {
+    runtime.in_flight.erase(runtime.in_flight.begin());
+  }
+  runtime.in_flight.push_back({{plan.weights[0], plan.weights[1], plan.weights[2]}, index});
+  return "";
+}
+
+// MAIN waits for the plan of the youngest call with these weights: COPY plans in order, so that
+// whichever of them this is has been planned too.
+std::string wait_planned(DeviceRuntime& runtime, const uint8_t* const (&weights)[3],
+                         cudaStream_t main) {
+  auto& calls = runtime.in_flight;
+  for (size_t i = calls.size(); i-- > 0;) {
+    if (!std::equal(weights, weights + 3, calls[i].weights)) continue;
+    const uint32_t cell = calls[i].cell;
+    calls.erase(calls.begin() + i);
+    return cuda_text(cudaStreamWaitEvent(main, runtime.planned[cell], 0), "waiting for the plan");
+  }
+  return "no start in flight had these weights; pass the same arrays to start and fused_moe, and "
+         "use each ticket once";
+}
+
+ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuffer x,
+                     F32 topk_weights, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
+                     ffi::AnyBuffer after, Out<ffi::AnyBuffer> y, Out<I32> route_slot,
+                     Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
+                     Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
+                     Out<ffi::AnyBuffer> workspace, int64_t config) {
+  (void)after;  // an operand only so that it is computed before this call
+  const Target target = find_target(ordinal, config, ticket.element_count());
+  if (!target.error.empty()) return failed(target.error);
+  const CallSizes& sizes = target.sizes;
+  const DomainSetup& setup = *target.setup;
+  const PlanBuffers plan{route_slot,  broadcasts, quota,  num_broadcasts,
+                         load_before, load,       status, generation};
+  const ffi::AnyBuffer* const planes[] = {&gate, &up, &down};
+  const uint8_t* weights[3];
+  int32_t num_tokens = 0, num_stacked = 0;
+  std::string error = count_tokens(sizes, x.dimensions(), sizes.shape.hidden, "x", &num_tokens);
+  if (error.empty()) error = check_dtype(sizes, "x", x.element_type());
+  if (error.empty()) error = check_size("y", y->size_bytes(), x.size_bytes());
+  if (error.empty()) {
+    const size_t routes = size_t{1} * sizes.ranks_per_device * num_tokens * sizes.shape.top_k;
+    error = check_size("topk_weights", topk_weights.size_bytes(), routes * sizeof(float));
+  }
+  if (error.empty()) error = plan.check(sizes, num_tokens);
+  if (error.empty()) {
+    error =
+        check_size("workspace", workspace->size_bytes(), cuda::workspace_bytes(setup, num_tokens));
+  }
+  if (error.empty()) error = read_planes(sizes, planes, weights, &num_stacked);
+  if (!error.empty()) return failed(error);
+  DeviceRuntime& runtime = *target.runtime;
+  cuda::FusedLaunch launch{};
+  launch.directory = runtime.directory;
+  launch.ticket = ticket.typed_data();
+  launch.sizes = static_cast<uint64_t>(config);
+  launch.shape = setup.shape;
+  launch.ranks_per_device = setup.ranks_per_device;
+  launch.num_tokens = num_tokens;
+  launch.max_routes_per_rank = static_cast<int32_t>(setup.max_routes_per_rank);
+  launch.dtype = setup.dtype;
+  launch.x = x.untyped_data();
+  launch.topk_weights = topk_weights.typed_data();
+  std::copy_n(weights, 3, launch.weights);
+  launch.num_stacked = num_stacked;
+  launch.y = y->untyped_data();
+  launch.plan = plan.outputs<PlanOutputs>();
+  launch.workspace = workspace->untyped_data();
+  launch.options = setup.fused;
+  std::lock_guard lock(runtime.mutex);
+  error = wait_planned(runtime, weights, main);
+  if (error.empty()) error = cuda_text(cuda::launch_fused(launch, main), "launching fused_moe");
+  return error.empty() ? ffi::Error::Success() : failed(error);
 }
 
 ffi::Error start(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 topk_ids,
@@ -193,6 +270,29 @@ XLA_FFI_DEFINE_HANDLER(kStart, start,
                            .Ret<ffi::AnyBuffer>()
                            .Attr<int64_t>("config"));
 
+XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<U32>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<F32>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<I32>()
+                           .Ret<U32>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("config"));
+
 XLA_FFI_DEFINE_HANDLER(kPlan, plan,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -216,6 +316,7 @@ void bind_cuda_calls(nb::module_& m) {
   m.def("cuda_calls", [] {
     nb::dict calls;
     calls["start"] = capsule_of(kStart);
+    calls["fused_moe"] = capsule_of(kFusedMoe);
     calls["plan"] = capsule_of(kPlan);
     return calls;
   });

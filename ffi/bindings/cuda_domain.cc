@@ -29,14 +29,14 @@ DomainSetup make_setup(const cpu::DomainOptions& options, int copy_sms) {
   setup.shape = options.shape;
   setup.ranks_per_device = options.ranks_per_device;
   setup.num_layers = options.num_layers;
-  setup.is_bf16 = options.dtype == cpu::DType::kBF16;
+  setup.dtype = options.dtype == cpu::DType::kBF16 ? cuda::DType::kBF16 : cuda::DType::kF32;
   setup.is_resident = options.resident;
   setup.max_routes_per_rank = options.max_routes_per_rank;
   setup.timeout_ns = static_cast<uint64_t>(options.timeout_ns);
   setup.startup_timeout_ns = static_cast<uint64_t>(options.startup_timeout_ns);
   setup.poison = options.poison;
   setup.plan_ctas_per_rank = 8;
-  setup.replication.num_ctas = copy_sms;
+  setup.replication.num_ctas = setup.fused.copy_sms = copy_sms;
   return setup;
 }
 
@@ -174,7 +174,8 @@ void bind_cuda_domain(nb::module_& m) {
             new (self) DomainSetup(make_setup(options, copy_sms));
           },
           nb::arg("options"), nb::arg("copy_sms"))
-      .def("device_bytes", &cuda::device_bytes);
+      .def("device_bytes", &cuda::device_bytes)
+      .def("workspace_bytes", &cuda::workspace_bytes);
   nb::class_<CudaPart>(m, "CudaPart")
       .def(nb::init<int, const DomainSetup&, uint32_t, uint64_t, int, std::vector<uint64_t>>(),
            nb::arg("ordinal"), nb::arg("setup"), nb::arg("id"), nb::arg("sizes"), nb::arg("device"),

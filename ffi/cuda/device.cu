@@ -119,6 +119,7 @@ class OnDevice {
 
 std::unique_ptr<DeviceRuntime> make_runtime(int ordinal, uint32_t process_mark) {
   auto runtime = std::make_unique<DeviceRuntime>();
+  runtime->in_flight.reserve(DeviceRuntime::kNumCells);
   runtime->ordinal = ordinal;
   int lowest = 0, highest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "reading stream priorities");
@@ -146,6 +147,7 @@ std::unique_ptr<DeviceRuntime> make_runtime(int ordinal, uint32_t process_mark) 
 void load_kernels() {
   check_cuda(prepare_start(), "loading start");
   check_cuda(prepare_replication(), "loading replication");
+  check_cuda(prepare_fused(), "loading fused_moe");
 }
 
 }  // namespace
@@ -178,8 +180,11 @@ DeviceRuntime* find_device(int ordinal) {
 }
 
 void add_setup(uint64_t sizes, DomainSetup setup) {
-  const char* error = replication_options_error(setup.shape, setup.replication);
-  if (error) throw std::invalid_argument(error);
+  for (const char* error :
+       {replication_options_error(setup.shape, setup.replication),
+        fused_error(setup.shape, setup.ranks_per_device, setup.dtype, setup.fused)}) {
+    if (error) throw std::invalid_argument(error);
+  }
   const cudaError_t code =
       prepare_plan(setup.plan, setup.ranks_per_device, setup.shape.max_routes(),
                    setup.plan_ctas_per_rank, &setup.grid);
@@ -224,6 +229,12 @@ uint64_t stall_address(const DomainSetup& setup, uint64_t segment, int32_t local
 
 size_t device_bytes(const DomainSetup& setup) {
   return private_address(setup, 0) + private_layout(setup).total;
+}
+
+size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens) {
+  return fused_workspace_bytes(setup.shape, setup.ranks_per_device, num_tokens,
+                               static_cast<int32_t>(setup.max_routes_per_rank), setup.dtype,
+                               setup.fused);
 }
 
 void read_memory(DeviceRuntime& runtime, uint64_t address, void* to, size_t bytes) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "ffi/cuda/fused_moe.cuh"
 #include "ffi/cuda/plan.cuh"
 #include "ffi/cuda/protocol.cuh"
 #include "ffi/cuda/replication.cuh"
@@ -21,7 +22,7 @@ struct DomainSetup {
   DomainShape shape;
   int32_t ranks_per_device;
   int32_t num_layers;
-  int32_t is_bf16;
+  DType dtype;
   int32_t is_resident;
   int64_t max_routes_per_rank;
   uint64_t timeout_ns;
@@ -29,6 +30,7 @@ struct DomainSetup {
   int32_t poison;
   int32_t plan_ctas_per_rank;  // at most
   ReplicationOptions replication;
+  FusedOptions fused;
   PlanGrid grid;  // chosen by `add_setup`
 };
 
@@ -44,7 +46,14 @@ struct DeviceRuntime {
   CallCell* cells;
   cudaEvent_t started, planned[kNumCells], copied[kNumCells];
   uint32_t num_calls = 0;
-  uint32_t last_started = 0;  // its cell
+
+  // Calls whose fused_moe has yet to come, oldest first. What start and fused_moe have in common on
+  // the host is the weights.
+  struct Started {
+    const void* weights[3];
+    uint32_t cell;
+  };
+  std::vector<Started> in_flight;
 };
 
 // Makes what the device keeps, once, and loads every kernel on it, so that no launch has to while
@@ -61,6 +70,9 @@ const DomainSetup* find_setup(uint64_t sizes);
 
 // Memory of one device: head and mail, the blocks of its ranks, then what only it uses.
 size_t device_bytes(const DomainSetup& setup);
+
+// Scratch of one fused_moe with so many tokens a rank.
+size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens);
 
 // A device's part of a Domain. `segments` are the addresses here of all devices' memory, in rank
 // order; this device's has been zeroed.
