@@ -165,7 +165,7 @@ class DomainConfig:
 
     @property
     def digest(self) -> int:
-        """A 63-bit number that differs from that of any other configuration; the same everywhere."""
+        """A 63-bit number, alike on every host, that no other configuration has."""
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
