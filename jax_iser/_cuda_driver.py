@@ -350,6 +350,8 @@ class _Copier:
         return b"".join(pieces)
 
     def write(self, address, data):
+        if not len(data):
+            return
         view = np.frombuffer(data, np.uint8)
         with self._lock, self._devices.current(self._ordinal):
             for start in range(0, view.size, STAGING_BYTES):

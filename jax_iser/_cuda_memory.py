@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_iser._bootstrap import Members
 from jax_iser._cuda_driver import CudaError, Devices, Driver, Undo, noted, undone_on_error
 from jax_iser._dlpack import as_jax_array
 
@@ -28,6 +29,7 @@ _HANDLE_TYPES = {
 }
 _FABRIC_BYTES = 64
 _XLA_FRACTION = 0.75  # of a GPU's memory: what XLA takes by default
+_NO_FABRIC = "fabric handles need an IMEX channel (/dev/nvidia-caps-imex-channels) on each host"
 _NO_ACCESS = (
     'use one of them with ranks_per_device, GPUs that NVLink connects, or method="reference"'
 )
@@ -148,6 +150,7 @@ class Segment:
         """Unmaps, gives back the addresses, releases the memory; a second time does nothing.
 
         Nothing on any device may use the memory any more. All steps are tried even if one fails.
+        It may wait for kernels of all streams (cuMemUnmap is synchronous), as making memory may.
         """
         with self._lock:
             self.address = 0
@@ -284,6 +287,50 @@ def allocate(
     return memory
 
 
+def exchange(
+    memory: SymmetricMemory,
+    members: Members,
+    segments: Sequence[Segment],
+    num_segments: Sequence[int],
+    mark: int = 0,
+) -> list[list[Segment]]:
+    """Maps segments of all processes in each: every process of `members` calls it, at once.
+
+    Args:
+      memory: what closes the imported segments.
+      segments: this process's, at least one.
+      num_segments: how many each process passes, by index in `members.specs`.
+      mark: the same on all processes, or they do different things.
+
+    Returns:
+      Per process the segments as mapped here, this process's its own.
+
+    Raises:
+      RuntimeError: another `mark`.
+    """
+    found: list[list[Segment]] = [[] for _ in num_segments]
+    found[members.local] = list(segments)
+    for turn in range(max(num_segments)):
+        # Who has fewer sends its last again: a swap takes one of everyone.
+        fd, note = segments[min(turn, len(segments) - 1)].export()
+        with contextlib.ExitStack() as descriptors:
+            descriptors.callback(os.close, fd)
+            for process, (peer_fd, peer_note) in enumerate(
+                members.exchange_fds(fd, {**note, "mark": mark})
+            ):
+                if process == members.local:
+                    continue
+                descriptors.callback(os.close, peer_fd)
+                if peer_note["mark"] != mark:
+                    raise RuntimeError(
+                        f"process {process} shares memory {peer_note['mark']}, this one {mark}: "
+                        "they called Domain.place in different orders"
+                    )
+                if turn < num_segments[process]:
+                    found[process].append(memory.import_peer(peer_fd, peer_note))
+    return found
+
+
 def choose_handle_type(devices: Devices, fabric: bool) -> tuple[str, str]:
     """How memory is exported: (handle type, why).
 
@@ -384,8 +431,11 @@ def _granularity(devices, handle_type) -> int:
 
 def _create(devices, ordinal, size, handle_type):
     properties = _properties(devices.driver.module, ordinal, handle_type)
+    remedy = _NO_FABRIC if handle_type == FABRIC else ""
     try:
-        return devices.driver.call("cuMemCreate", size, properties, 0, on=devices.labels[ordinal])
+        return devices.driver.call(
+            "cuMemCreate", size, properties, 0, on=devices.labels[ordinal], remedy=remedy
+        )
     except CudaError as error:
         if error.result != "CUDA_ERROR_OUT_OF_MEMORY":
             raise
@@ -398,27 +448,31 @@ def _create(devices, ordinal, size, handle_type):
 
 
 def _what_leaves_room(label, wanted, free, total):
-    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _XLA_FRACTION))
-    fraction -= (wanted - free) / total + 0.02  # and something for kernels and libraries
-    lower = f"={fraction:.2f}" if fraction > 0 else " below what it is"
-    return (
+    text = (
         f"cuMemCreate on {label}: CUDA_ERROR_OUT_OF_MEMORY; {wanted:,} bytes are wanted, "
-        f"{free:,} of {total:,} are free. Before JAX starts, set XLA_PYTHON_CLIENT_MEM_FRACTION"
-        f"{lower} or XLA_PYTHON_CLIENT_PREALLOCATE=false, or make the Domain smaller: "
-        "jax_iser.domain.describe(config) has its sizes"
+        f"{free:,} of {total:,} are free; make the Domain smaller, whose sizes "
+        "jax_iser.domain.describe(config) has"
     )
+    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _XLA_FRACTION))
+    fraction -= (wanted - free) / max(total, 1) + 0.02  # and something for kernels and libraries
+    if fraction > 0:
+        text += (
+            f", or set XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f} or "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts"
+        )
+    return text
 
 
 def _import(devices, fd, note):
-    driver = devices.driver
-    key = _handle_type_of(driver.module, note["handle_type"])
+    driver, exported, remedy = devices.driver, fd, ""
     if note["handle_type"] == FABRIC:
-        exported = driver.module.CUmemFabricHandle()
-        exported.data = bytes.fromhex(note["fabric"])
-        # The address of the structure; `exported` outlives the call.
-        pointer = exported.getPtr()
-        return driver.call("cuMemImportFromShareableHandle", pointer, key, on=note["owner"])
-    return driver.call("cuMemImportFromShareableHandle", fd, key, on=note["owner"])
+        handle = driver.module.CUmemFabricHandle()
+        handle.data = bytes.fromhex(note["fabric"])
+        exported, remedy = handle.getPtr(), _NO_FABRIC
+    key = _handle_type_of(driver.module, note["handle_type"])
+    return driver.call(
+        "cuMemImportFromShareableHandle", exported, key, on=note["owner"], remedy=remedy
+    )
 
 
 def _round_up(size: int, to: int) -> int:

@@ -8,6 +8,7 @@ an object with `__dlpack__` and `__dlpack_device__`, whose device id is `local_h
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
@@ -57,7 +58,8 @@ def _delete(tensor):
         return
     _libc.free(tensor)
     # On a thread of its own: JAX drops buffers on any thread, one that kernels wait for included.
-    threading.Thread(target=release, name="jax_iser-release", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and with it the memory
+        threading.Thread(target=release, name="jax_iser-release", daemon=True).start()
 
 
 @atexit.register  # before JAX's own, which is older

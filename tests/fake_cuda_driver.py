@@ -302,6 +302,13 @@ class FakeDriver:
         device = self._device(device)
         _refuse_unless(self._retained[device], "CUDA_ERROR_INVALID_CONTEXT")
         self._retained[device] -= 1
+        if not (self._retained[device] or self.fail_at or self.fail_from is not None):
+            self._forbid(self._lives_on(device), "a context goes before what was made in it")
+
+    def _lives_on(self, device):
+        memories = [memory for _, memory in self._mapped.values()] + list(self._handles.values())
+        devices = [d for d, _ in [*self._streams.values(), *self._pinned.values()]]
+        return device in devices or any(device == m.device for m in memories if not m.is_imported)
 
     def _cuCtxPushCurrent(self, context):  # noqa: N802
         device = int(context) - 1000
@@ -474,7 +481,9 @@ class FakeDriver:
             exported.data = os.urandom(64)
             _FABRIC[exported.data] = memory
             return exported
-        return os.dup(memory.fd)
+        exported = os.dup(memory.fd)
+        os.set_inheritable(exported, True)  # nothing promises otherwise
+        return exported
 
     def _cuMemImportFromShareableHandle(self, exported, handle_type):  # noqa: N802
         handle_type = CUmemAllocationHandleType(handle_type)
