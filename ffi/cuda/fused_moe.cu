@@ -1,0 +1,252 @@
+#include "ffi/cuda/fused_moe.cuh"
+
+#include "ffi/cuda/moe_begin.cuh"
+#include "ffi/cuda/moe_combine.cuh"
+#include "ffi/cuda/moe_plain.cuh"
+#include "ffi/cuda/moe_tensor.cuh"
+
+namespace iser::cuda {
+namespace {
+
+constexpr int32_t kWordBytes = 16;
+constexpr int32_t kFullTile = kTensorRows;
+constexpr int32_t kMaxSms = 1024;
+
+bool fits_tensor(const DomainShape& shape, DType dtype) {
+  return dtype == DType::kBF16 && shape.hidden % kStepColumns == 0 &&
+         shape.intermediate % kStepColumns == 0;
+}
+
+int32_t device_sms() {
+  static int32_t counts[64] = {};
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 1;
+  if (counts[device] == 0 &&
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess) {
+    counts[device] = count;
+  }
+  return counts[device] > 0 ? counts[device] : 1;
+}
+
+PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                               12000, cudaEnableDefault, &result);
+    const bool is_found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return is_found ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry) : nullptr;
+  }();
+  return encoder;
+}
+
+// Rows of a tile. Any choice gives the same bits; small ones share few rows among more CTAs.
+int32_t tensor_rows(const DomainShape& shape, int32_t num_tokens, const FusedOptions& options) {
+  if (options.tile_rows != 0) return options.tile_rows;
+  const int64_t mean = static_cast<int64_t>(shape.slots.num_ranks) * num_tokens * shape.top_k /
+                       shape.slots.num_experts;
+  return mean <= 64 ? 64 : mean <= 128 ? 128 : kFullTile;
+}
+
+MoeSizes moe_sizes(const DomainShape& shape, int32_t ranks_per_device, int32_t num_tokens,
+                   int32_t max_routes_per_rank, DType dtype, const FusedOptions& options) {
+  MoeSizes sizes{shape.slots,
+                 shape.top_k,
+                 shape.hidden,
+                 shape.intermediate,
+                 shape.element_bytes,
+                 ranks_per_device,
+                 num_tokens,
+                 0,
+                 {}};
+  const int64_t most = sizes.max_rows();
+  sizes.wave_rows = static_cast<int32_t>(most < max_routes_per_rank ? most : max_routes_per_rank);
+  sizes.wave_rows = at_least(sizes.wave_rows, 1);
+  if (fused_engine(shape, dtype, options) == MoeEngine::kTensor) {
+    sizes.tile = {tensor_rows(shape, num_tokens, options), kInnerColumns, kMmaColumns};
+  } else {
+    sizes.tile = {kPlainTile, kPlainTile, kPlainTile};
+  }
+  return sizes;
+}
+
+MoeCall moe_call(const FusedLaunch& launch) {
+  const MoeSizes sizes = moe_sizes(launch.shape, launch.ranks_per_device, launch.num_tokens,
+                                   launch.max_routes_per_rank, launch.dtype, launch.options);
+  const FusedOptions& options = launch.options;
+  const int32_t sms = device_sms(), ranks = launch.ranks_per_device;
+  const int32_t budget = options.num_sms > 0 ? options.num_sms : sms - options.copy_sms;
+  const int32_t most = options.num_sms > 0 ? budget + options.copy_sms : sms;
+  const int32_t ctas = at_least(budget / ranks, 1);
+  return {launch,
+          sizes,
+          MoeLayout(sizes),
+          block_layout(launch.shape),
+          ctas,
+          at_least(most / ranks, ctas)};
+}
+
+bool make_maps(const MoeCall& call, MoeMaps* maps) {
+  const auto encode = map_encoder();
+  if (encode == nullptr) return false;
+  const FusedLaunch& launch = call.launch;
+  const SlotSpace& slots = call.sizes.slots;
+  const uint64_t hidden = call.sizes.hidden, inner = call.sizes.intermediate;
+  const uint64_t held = static_cast<uint64_t>(call.sizes.ranks_per_device) * call.sizes.wave_rows;
+  const uint64_t layers = at_least(launch.num_stacked, 1);
+  const uint64_t experts = layers * call.sizes.ranks_per_device * slots.num_home();
+  const uint64_t planes = 3ull * launch.shape.num_banks * slots.num_helper_slots;
+  const MoeWorkspace workspace = call.workspace();
+  const auto make = [&](CUtensorMap& map, const MapShape& shape) {
+    return encode_map(encode, shape, &map);
+  };
+  bool ok = make(maps->rows, {workspace.rows(), 1, held, hidden, kMmaRows, true}) &&
+            make(maps->inner, {workspace.inner(), 1, held, inner, kMmaRows, true}) &&
+            make(maps->gate, {launch.weights[0], experts, inner, hidden, kInnerColumns, false}) &&
+            make(maps->up, {launch.weights[1], experts, inner, hidden, kInnerColumns, false}) &&
+            make(maps->down, {launch.weights[2], experts, hidden, inner, kMmaColumns, false});
+  // Any address will do: the device puts in the bank's.
+  maps->bank[kBankInner] = maps->gate;
+  maps->bank[kBankHidden] = maps->down;
+  if (planes == 0) return ok;
+  return ok &&
+         make(maps->bank[kBankInner],
+              {launch.workspace, planes, inner, hidden, kInnerColumns, false}) &&
+         make(maps->bank[kBankHidden],
+              {launch.workspace, planes, hidden, inner, kMmaColumns, false});
+}
+
+cudaError_t launch_experts(const MoeCall& call, const MoeMaps& maps, cudaStream_t stream) {
+  const dim3 grid(call.sizes.ranks_per_device, call.max_ctas_per_rank);
+  if (fused_engine(call.launch.shape, call.launch.dtype, call.launch.options) ==
+      MoeEngine::kTensor) {
+    tensor_kernel<<<grid, kTensorThreads, kTensorSharedBytes, stream>>>(call, maps);
+  } else if (call.launch.dtype == DType::kBF16) {
+    plain_kernel<__nv_bfloat16><<<grid, kPlainThreads, 0, stream>>>(call);
+  } else {
+    plain_kernel<float><<<grid, kPlainThreads, 0, stream>>>(call);
+  }
+  return cudaGetLastError();
+}
+
+template <typename Kernel>
+cudaError_t load_kernel(Kernel kernel, size_t shared_bytes) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || shared_bytes == 0) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+}
+
+}  // namespace
+
+MoeEngine fused_engine(const DomainShape& shape, DType dtype, const FusedOptions& options) {
+  if (options.engine != MoeEngine::kAuto) return options.engine;
+  return fits_tensor(shape, dtype) ? MoeEngine::kTensor : MoeEngine::kPlain;
+}
+
+const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DType dtype,
+                        const FusedOptions& options) {
+  const int32_t bytes = dtype == DType::kBF16 ? 2 : 4;
+  if (shape.element_bytes != bytes) return "the Domain's elements are not of this dtype";
+  if (shape.hidden < 1 || shape.intermediate < 1 || shape.top_k < 1) {
+    return "hidden, intermediate and top_k must be at least 1";
+  }
+  if (shape.hidden * int64_t{bytes} % kWordBytes != 0 ||
+      shape.intermediate * int64_t{bytes} % kWordBytes != 0) {
+    return "rows of x and of h must be whole 16-byte words: pad hidden and intermediate to "
+           "multiples of 8 (bf16) or 4 (f32)";
+  }
+  if (options.engine == MoeEngine::kTensor && !fits_tensor(shape, dtype)) {
+    return "engine=tensor takes bf16 with hidden and intermediate multiples of 64; take "
+           "engine=plain or pad them";
+  }
+  if (options.tile_rows != 0 && options.tile_rows != 64 && options.tile_rows != 128 &&
+      options.tile_rows != kFullTile) {
+    return "tile_rows must be 0 (chosen), 64, 128 or 256";
+  }
+  if (options.num_sms < 0 || options.num_sms > kMaxSms || options.copy_sms < 0 ||
+      options.copy_sms > kMaxSms) {
+    return "num_sms and copy_sms must be 0 to 1024";
+  }
+  if (ranks_per_device < 1 || ranks_per_device > kMaxRanks || shape.slots.num_ranks > kMaxRanks) {
+    return "a Domain has at most 128 ranks";
+  }
+  if (shape.slots.stride() > kMaxLocalSlots) {
+    return "a rank has at most 2,048 home and helper slots: use more ranks";
+  }
+  if (shape.slots.num_ranks * static_cast<int64_t>(shape.max_routes()) *
+              (ceil_div(shape.hidden, kUnitColumns)) >=
+          int64_t{1} << 40 ||
+      shape.slots.num_ranks * static_cast<int64_t>(shape.max_routes()) > INT32_MAX / 2) {
+    return "a rank may be sent more than 2^30 routes: use fewer tokens a rank";
+  }
+  return nullptr;
+}
+
+cudaError_t prepare_fused() {
+  if (map_encoder() == nullptr) return cudaErrorNotSupported;
+  device_sms();
+  const cudaError_t errors[] = {
+      load_kernel(begin_kernel, 0),
+      load_kernel(schedule_kernel, kMaxSharedSegments),
+      load_kernel(tensor_kernel, kTensorSharedBytes),
+      load_kernel(plain_kernel<float>, 0),
+      load_kernel(plain_kernel<__nv_bfloat16>, 0),
+      load_kernel(gate_kernel, 0),
+      load_kernel(combine_kernel<F32x4>, 0),
+      load_kernel(combine_kernel<Bf16x8>, 0),
+  };
+  for (const cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+size_t fused_workspace_bytes(const DomainShape& shape, int32_t ranks_per_device, int32_t num_tokens,
+                             int32_t max_routes_per_rank, DType dtype,
+                             const FusedOptions& options) {
+  return MoeLayout(
+             moe_sizes(shape, ranks_per_device, num_tokens, max_routes_per_rank, dtype, options))
+      .total;
+}
+
+cudaError_t launch_fused(const FusedLaunch& launch, cudaStream_t stream) {
+  if (fused_error(launch.shape, launch.ranks_per_device, launch.dtype, launch.options) ||
+      launch.num_tokens < 0 || launch.num_tokens > launch.shape.max_tokens ||
+      launch.max_routes_per_rank < 1) {
+    return cudaErrorInvalidValue;
+  }
+  const MoeCall call = moe_call(launch);
+  const bool is_tensor =
+      fused_engine(launch.shape, launch.dtype, launch.options) == MoeEngine::kTensor;
+  MoeMaps maps{};
+  if (is_tensor && !make_maps(call, &maps)) return cudaErrorInvalidValue;
+  cudaError_t error =
+      cudaMemsetAsync(launch.workspace, 0, call.layout.tables - call.layout.counters, stream);
+  if (error != cudaSuccess) return error;
+
+  const size_t words = launch.ranks_per_device * call.row_bytes() * launch.num_tokens / kWordBytes;
+  const int32_t copy_ctas = at_most(words / (8 * kBeginThreads) + 1, 4 * device_sms());
+  begin_kernel<<<copy_ctas, kBeginThreads, 0, stream>>>(call);
+  const size_t segments = sizeof(Segment) * call.layout.limits.segments;
+  const bool is_shared = segments <= kMaxSharedSegments;
+  const bool has_maps = is_tensor && launch.shape.slots.num_helper_slots > 0;
+  schedule_kernel<<<launch.ranks_per_device, kScheduleThreads, is_shared ? segments : 0, stream>>>(
+      call, maps, has_maps, is_shared);
+  error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  error = launch_experts(call, maps, stream);
+  if (error != cudaSuccess) return error;
+  gate_kernel<<<1, kGateThreads, 0, stream>>>(call);
+  const int32_t tokens = at_least(launch.ranks_per_device * launch.num_tokens, 1);
+  const int32_t combine_ctas = at_most(tokens, 8 * device_sms());
+  if (launch.dtype == DType::kBF16) {
+    combine_kernel<Bf16x8><<<combine_ctas, kCombineThreads, 0, stream>>>(call);
+  } else {
+    combine_kernel<F32x4><<<combine_ctas, kCombineThreads, 0, stream>>>(call);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace iser::cuda

@@ -1,0 +1,86 @@
+// fused_moe on a GPU: dispatch, both grouped products with SwiGLU between, combine, for all ranks
+// of a device; tiles of helper slots wait for READY. docs/fused_moe.md says how.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ffi/core/layout.h"
+#include "ffi/cuda/protocol.cuh"
+
+namespace iser::cuda {
+
+enum class DType : int32_t { kF32 = 0, kBF16 = 1 };
+
+enum class MoeEngine : int32_t {
+  kAuto = 0,    // kTensor where it takes the sizes
+  kTensor = 1,  // wgmma and TMA: bf16, D and I multiples of 64
+  kPlain = 2,   // CUDA cores: slow; any dtype, rows of whole 16-byte words
+};
+
+// Where a call's time goes, for benchmarks: %globaltimer at moments, SM clocks summed over CTAs.
+enum class MoeStamp : int32_t {
+  kBeginNs = 0,     // the first kernel starts
+  kDispatchNs = 1,  // every rank's tokens and send lists are readable
+  kExpertsNs = 2,   // the first CTA of the expert kernel starts
+  kTilesEndNs = 3,  // the last CTA of it ends
+  kGateNs = 4,      // every route of this device's tokens is computed
+  kEndNs = 5,
+  kWaitRows = 6,   // clocks that tiles waited for rows
+  kWaitInner = 7,  // for h
+  kWaitReady = 8,  // for READY
+  kGemmInner = 9,  // clocks in tiles of GEMM 1, by one warp a CTA
+  kGemmHidden = 10,
+  kIdle = 11,  // clocks without a tile
+  kNumStamps = 12,
+};
+
+struct FusedOptions {
+  MoeEngine engine = MoeEngine::kAuto;
+  int32_t num_sms = 0;    // CTAs of the expert kernel; 0: the device's SMs but copy_sms
+  int32_t copy_sms = 8;   // SMs of the copy, which the expert kernel may use once READY has come
+  int32_t tile_rows = 0;  // rows of a tile, 64, 128 or 256; 0: by the mean rows of an expert
+};
+
+struct FusedLaunch {
+  const Directory* directory;  // device memory, as all below
+  const uint32_t* ticket;      // [kNumWords]
+  uint64_t sizes;              // digest for which the program was compiled
+  DomainShape shape;
+  int32_t ranks_per_device;
+  int32_t num_tokens;  // of one rank, at most shape.max_tokens
+  int32_t max_routes_per_rank;
+  DType dtype;
+  const void* x;              // [V*num_tokens, hidden]
+  const float* topk_weights;  // [V*num_tokens, top_k]
+  const void* weights[3];     // gate, up [V*H, I, D], down [V*H, D, I]
+  int32_t num_stacked;        // layers of a leading axis of the weights; 0 for none
+  void* y;                    // [V*num_tokens, hidden]
+  PlanOutputs plan;
+  void* workspace;   // fused_workspace_bytes, 128-byte aligned, holding anything
+  uint64_t* stamps;  // [kNumStamps], zero, or null
+  FusedOptions options;
+};
+
+// Null, or why the op does not take these sizes and what would do.
+const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DType dtype,
+                        const FusedOptions& options);
+
+// The engine that runs, never kAuto.
+MoeEngine fused_engine(const DomainShape& shape, DType dtype, const FusedOptions& options);
+
+// Loads every kernel on the current device, so that no launch does it while another kernel waits
+// for a peer, and finds the driver's entry points. Once a device, before the first launch.
+cudaError_t prepare_fused();
+
+// The same for every options but `engine` and `tile_rows`.
+size_t fused_workspace_bytes(const DomainShape& shape, int32_t ranks_per_device, int32_t num_tokens,
+                             int32_t max_routes_per_rank, DType dtype, const FusedOptions& options);
+
+// Enqueues the op; allocates nothing and waits for nothing. The plan of the call, which COPY makes,
+// must be complete in this stream. cudaErrorInvalidValue where fused_error has an answer or the
+// driver refuses the addresses.
+cudaError_t launch_fused(const FusedLaunch& launch, cudaStream_t stream);
+
+}  // namespace iser::cuda

@@ -1,0 +1,174 @@
+// Before the tiles: tokens become readable to peers, and each rank makes its schedule.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/cuda/moe_context.cuh"
+#include "ffi/cuda/moe_maps.cuh"
+#include "ffi/cuda/moe_mma.cuh"
+
+namespace iser::cuda {
+
+constexpr int kBeginThreads = 256, kScheduleThreads = 256;
+constexpr size_t kMaxSharedSegments = 160 * 1024;  // bytes; a larger schedule is made in place
+constexpr int kMaxLocalSlots = 2048;
+
+// Whether the plan that COPY has made is one that this call completes. One thread.
+__device__ inline bool fits_plan(const MoeCall& call, const DeviceTable& table) {
+  const uint32_t generation = *table.plan.generation;
+  const CallTag& tag = mail_tags(call.launch.shape, table.head(), generation)[table.first_rank].tag;
+  if (tag.num_tokens != call.sizes.num_tokens || tag.is_plan_only) {
+    fail_at(table, ErrorCode::kBadFusedMoe, table.first_rank, -1, Stage::kDispatch, tag.num_tokens,
+            call.sizes.num_tokens);
+    return false;
+  }
+  const int32_t layers = call.launch.num_stacked, layer = table.call->params.layer;
+  if (layer < 0 || (layers > 0 && layer >= layers)) {
+    fail_at(table, ErrorCode::kBadLayer, table.first_rank, -1, Stage::kDispatch, layers, layer);
+    return false;
+  }
+  return true;
+}
+
+// Whether this CTA is the last of the grid to come here. Called by all threads; what the others
+// have written is then visible.
+__device__ inline bool is_last_cta(uint32_t* counter) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    is_last = atomicAdd(counter, 1u) == gridDim.x - 1;
+    __threadfence_system();
+  }
+  __syncthreads();
+  return is_last;
+}
+
+// Copies the device's tokens to symmetric memory; the last CTA arrives at kDispatch for its ranks.
+__global__ void __launch_bounds__(kBeginThreads)
+    begin_kernel(const __grid_constant__ MoeCall call) {
+  __shared__ bool ok;
+  const DeviceTable* table = find_table(call);
+  if (table == nullptr || has_failed(*table)) return;
+  if (threadIdx.x == 0) stamp_ns(call, MoeStamp::kBeginNs);
+  const int32_t ranks = call.sizes.ranks_per_device;
+  const size_t words = call.row_bytes() * call.sizes.num_tokens / sizeof(uint4);
+  const uint4* from = static_cast<const uint4*>(call.launch.x);
+  for (int32_t v = 0; v < ranks; ++v) {
+    const BlockView block{table->blocks[table->first_rank + v], &call.block};
+    uint4* to = block.section<uint4>(Section::kTokens);
+    const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
+         i += step) {
+      to[i] = from[v * words + i];
+    }
+  }
+  if (!is_last_cta(&call.workspace().words()->begun)) return;
+  for (int32_t v = threadIdx.x; v < ranks; v += blockDim.x) {
+    const BlockView block{table->blocks[table->first_rank + v], &call.block};
+    RankWords* rank_words = block.words();
+    const int32_t* starts = block.section<int32_t>(Section::kSendStarts);
+    rank_words->routes_expected = starts[call.sizes.slots.num_slots()];
+    rank_words->routes_done = 0;
+  }
+  if (threadIdx.x == 0) ok = fits_plan(call, *table);
+  __syncthreads();
+  if (!ok || threadIdx.x >= 32) return;
+  for (int32_t v = 0; v < ranks; ++v) {
+    arrive(*table, Stage::kDispatch, table->first_rank + v, *table->plan.generation);
+  }
+}
+
+// Exclusive sums over `values` [count] in place, which then ends with their total.
+__device__ inline void scan_in_place(int32_t* values, int32_t count) {
+  __shared__ int32_t sums[kScheduleThreads];
+  const int32_t share = ceil_div(count, kScheduleThreads);
+  const int32_t begin = at_most(threadIdx.x * share, count), end = at_most(begin + share, count);
+  int32_t sum = 0;
+  for (int32_t i = begin; i < end; ++i) sum += values[i];
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (int32_t distance = 1; distance < kScheduleThreads; distance *= 2) {
+    const int32_t other = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += other;
+    __syncthreads();
+  }
+  int32_t before = sums[threadIdx.x] - sum;
+  for (int32_t i = begin; i < end; ++i) {
+    const int32_t value = values[i];
+    values[i] = before;
+    before += value;
+  }
+  if (threadIdx.x == kScheduleThreads - 1) values[count] = before;
+  __syncthreads();
+}
+
+// Puts this Domain's helper banks into the maps that have no address. One warp.
+__device__ inline void make_bank_maps(const MoeContext& context, const MoeMaps& maps) {
+  __shared__ alignas(128) uint8_t map[kMapBytes];
+  const uint8_t* banks = context.block(context.rank()).section<uint8_t>(Section::kBanks);
+  const int32_t lane = threadIdx.x % 32;
+  for (int32_t which = 0; which < 2; ++which) {
+    reinterpret_cast<uint32_t*>(map)[lane] =
+        reinterpret_cast<const uint32_t*>(&maps.bank[which])[lane];
+    __syncwarp();
+    if (lane == 0) replace_map_address(map, banks);
+    __syncwarp();
+    release_map(context.call.workspace().map(context.local_idx, which), map);
+    __syncwarp();
+  }
+}
+
+// A CTA a rank: reads what every source sends to its slots and numbers the tiles. Where the Domain
+// has failed the schedule is empty.
+__global__ void __launch_bounds__(kScheduleThreads)
+    schedule_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeMaps maps,
+                    bool has_maps, bool is_shared) {
+  extern __shared__ __align__(32) uint8_t shared_segments[];
+  __shared__ int32_t slot_first[kMaxLocalSlots + 1];
+  __shared__ ScheduleHead head;
+  __shared__ bool ok;
+  const DeviceTable* table = find_table(call);
+  if (table == nullptr) return;
+  const MoeContext context{call, *table, static_cast<int32_t>(blockIdx.x)};
+  const RankTables tables = context.tables();
+  if (has_maps && threadIdx.x >= 32 && threadIdx.x < 64) make_bank_maps(context, maps);
+  if (threadIdx.x == 0) {
+    ok = wait(*table, Stage::kDispatch, context.rank(), context.generation(), context.layer());
+    stamp_ns(call, MoeStamp::kDispatchNs);
+  }
+  __syncthreads();
+  if (!ok) {
+    if (threadIdx.x == 0) *tables.head = {0, 0, 0};
+    return;
+  }
+  const SlotSpace& slots = call.sizes.slots;
+  const int32_t stride = slots.stride(), ranks = slots.num_ranks, runs = call.sizes.num_runs();
+  for (int32_t run = threadIdx.x; run < runs; run += kScheduleThreads) {
+    const int32_t slot = context.rank() * stride + run / ranks;
+    const int32_t* starts = context.block(run % ranks).section<int32_t>(Section::kSendStarts);
+    const int32_t start = __ldcg(starts + slot);
+    tables.run_start[run] = start;
+    tables.run_first[run] = __ldcg(starts + slot + 1) - start;
+  }
+  __syncthreads();
+  scan_in_place(tables.run_first, runs);
+  for (int32_t slot = threadIdx.x; slot <= stride; slot += kScheduleThreads) {
+    slot_first[slot] = tables.run_first[slot * ranks];
+  }
+  __syncthreads();
+  Segment* const made = is_shared ? reinterpret_cast<Segment*>(shared_segments) : tables.segments;
+  if (threadIdx.x == 0) {
+    head = build_schedule(call.sizes, slot_first, call.max_ctas_per_rank, made, tables.first_block,
+                          tables.wave_tiles);
+    *tables.head = head;
+  }
+  __syncthreads();
+  if (!is_shared) return;
+  for (int32_t i = threadIdx.x; i < head.num_segments; i += kScheduleThreads) {
+    tables.segments[i] = made[i];
+  }
+}
+
+}  // namespace iser::cuda

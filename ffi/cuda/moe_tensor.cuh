@@ -1,0 +1,415 @@
+// The tensor engine: bf16 tiles of up to 256 rows by wgmma, operands by TMA.
+//
+// A CTA has three warpgroups. In the first, one warp takes tiles and loads their operands, one
+// publishes tiles that have been stored, two pull rows. The other two multiply: a tile's blocks of
+// 64 rows alternate between them. Every block is a chain of m64n192k16 products in increasing k,
+// whatever the tile, so that a row's bits depend on the row and the weights alone.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/cuda/moe_context.cuh"
+#include "ffi/cuda/moe_maps.cuh"
+#include "ffi/cuda/moe_mma.cuh"
+#include "ffi/cuda/moe_pull.cuh"
+
+namespace iser::cuda {
+
+constexpr int kTensorThreads = 384;
+constexpr int kNumSteps = 3;  // of the pipeline
+constexpr int kNumTiles = 4;  // announced and not yet published
+constexpr int kMmaWarps = 8, kWarpRows = 16;
+constexpr int kTensorRows = 256;                // most of a tile
+constexpr int kInnerColumns = kMmaColumns / 2;  // of gate and of up
+constexpr int kBlockBytes = kMmaRows * kSwizzleRow;
+constexpr int kRowsBytes = kTensorRows * kSwizzleRow;
+constexpr int kWeightBytes = kMmaColumns * kSwizzleRow;
+constexpr int kStepBytes = kRowsBytes + kWeightBytes;
+// Staged rows begin 16 bytes further on in the banks each, so that stmatrix meets no conflicts.
+constexpr int kInnerStride = 2 * kInnerColumns + 16, kHiddenStride = 2 * kMmaColumns + 16;
+constexpr int kStagingBytes = kWarpRows * kHiddenStride;
+constexpr int kLoaderRegisters = 56, kMmaRegisters = 224;
+
+struct alignas(1024) TensorShared {
+  uint8_t steps[kNumSteps][kStepBytes];  // rows, then weights
+  uint8_t staging[kMmaWarps][kStagingBytes];
+  uint64_t full[kNumSteps];   // loaded
+  uint64_t empty[kNumSteps];  // multiplied, by every warp
+  uint64_t tile_full[kNumTiles];
+  uint64_t tile_stored[kNumTiles];  // by every warp
+  uint64_t tile_empty[kNumTiles];   // published
+  Tile tiles[kNumTiles];
+};
+
+constexpr size_t kTensorSharedBytes = sizeof(TensorShared) + 1024;  // to begin at a multiple
+static_assert(kTensorSharedBytes <= 227 * 1024, "exceeds the shared memory of a CTA");
+static_assert(kStepBytes % 1024 == 0 && kInnerColumns * kSwizzleRow % 1024 == 0,
+              "swizzled boxes begin at multiples of 1,024 bytes");
+
+// Which of `kCount` a role is at, and the parity of its round.
+template <int kCount>
+struct RingAt {
+  int32_t at = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++at == kCount) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ inline void init_barriers(TensorShared& shared) {
+  for (int i = 0; i < kNumSteps; ++i) {
+    mbarrier_init(&shared.full[i], 1);
+    mbarrier_init(&shared.empty[i], kMmaWarps);
+  }
+  for (int i = 0; i < kNumTiles; ++i) {
+    mbarrier_init(&shared.tile_full[i], 1);
+    mbarrier_init(&shared.tile_stored[i], kMmaWarps);
+    mbarrier_init(&shared.tile_empty[i], 1);
+  }
+  fence_mbarrier_init();
+}
+
+// One warp, which takes tiles; its first lane loads.
+class TileLoader {
+ public:
+  __device__ TileLoader(const MoeContext& context, const MoeMaps& maps, TensorShared& shared)
+      : context_(context), maps_(maps), shared_(shared), gate_{context} {}
+
+  __device__ void run() {
+    const bool is_first = threadIdx.x % 32 == 0;
+    TileQueue queue(context_);
+    int32_t item = is_first ? queue.claim() : 0;
+    for (;;) {
+      item = __shfl_sync(kAllLanes, item, 0);
+      Tile tile{Gemm::kNone};
+      if (item < queue.num_items) tile = queue.find(item);
+      if (is_first) item = announce_and_load(tile, queue);
+      const int32_t is_over = __shfl_sync(kAllLanes, item < 0, 0);
+      if (is_over) break;
+    }
+  }
+
+ private:
+  // Returns the next item, -1 after the last.
+  __device__ int32_t announce_and_load(Tile tile, const TileQueue& queue) {
+    if (tile.gemm != Gemm::kNone && (has_failed(context_.table) || !gate_.open(tile))) {
+      tile.gemm = Gemm::kNone;
+    }
+    fence_async_proxy();  // rows, h and replicas that the gate has acquired are read by TMA
+    mbarrier_wait(&shared_.tile_empty[tiles_.at], tiles_.parity ^ 1);
+    shared_.tiles[tiles_.at] = tile;
+    mbarrier_arrive(&shared_.tile_full[tiles_.at]);
+    tiles_.advance();
+    return tile.gemm == Gemm::kNone ? -1 : load(tile, queue);
+  }
+
+  __device__ int32_t load(const Tile& tile, const TileQueue& queue) {
+    const MoeCall& call = context_.call;
+    const bool is_inner = tile.gemm == Gemm::kInner, is_helper = call.is_helper(tile.slot);
+    const int32_t depth = is_inner ? call.sizes.hidden : call.sizes.intermediate;
+    const int32_t num_steps = depth / kStepColumns, claimed_at = at_least(num_steps - 6, 0);
+    const int32_t num_blocks = ceil_div(tile.num_rows, kMmaRows);
+    const int32_t row =
+        static_cast<int32_t>(call.workspace().held_row(context_.local_idx, tile.row));
+    const CUtensorMap* rows = is_inner ? &maps_.rows : &maps_.inner;
+    const CUtensorMap* weights = is_inner ? &maps_.gate : &maps_.down;
+    const CUtensorMap* up = &maps_.up;
+    int32_t plane = 0, up_plane = 0;
+    if (is_helper) {
+      const MoeWorkspace workspace = call.workspace();
+      weights = reinterpret_cast<const CUtensorMap*>(
+          workspace.map(context_.local_idx, is_inner ? kBankInner : kBankHidden));
+      up = weights;
+      acquire_map(weights);
+      plane = context_.helper_plane(tile.slot) + (is_inner ? 0 : 2);
+      up_plane = plane + 1;
+    } else {
+      plane = up_plane = context_.expert(tile.slot);
+    }
+    const uint32_t bytes = num_blocks * kBlockBytes + kWeightBytes;
+    const int32_t column = tile.column * (is_inner ? kInnerColumns : kMmaColumns);
+    int32_t next = 0;
+    for (int32_t step = 0; step < num_steps; ++step) {
+      uint64_t* full = &shared_.full[steps_.at];
+      uint8_t* to = shared_.steps[steps_.at];
+      mbarrier_wait(&shared_.empty[steps_.at], steps_.parity ^ 1);
+      mbarrier_arrive_expect(full, bytes);
+      const int32_t k = step * kStepColumns;
+      for (int32_t i = 0; i < num_blocks; ++i) {
+        load_box_2d(to + i * kBlockBytes, rows, k, row + i * kMmaRows, full);
+      }
+      load_box_3d(to + kRowsBytes, weights, k, column, plane, full);
+      if (is_inner) {
+        load_box_3d(to + kRowsBytes + kInnerColumns * kSwizzleRow, up, k, column, up_plane, full);
+      }
+      if (step == claimed_at) next = queue.claim();
+      steps_.advance();
+    }
+    return next;
+  }
+
+  const MoeContext& context_;
+  const MoeMaps& maps_;
+  TensorShared& shared_;
+  TileGate gate_;
+  RingAt<kNumSteps> steps_;
+  RingAt<kNumTiles> tiles_;
+};
+
+// One warp. Consumers go on to the next tile while their stores are on their way.
+__device__ inline void publish_tiles(const MoeContext& context, TensorShared& shared) {
+  for (RingAt<kNumTiles> tiles;; tiles.advance()) {
+    mbarrier_wait(&shared.tile_full[tiles.at], tiles.parity);
+    const Tile tile = shared.tiles[tiles.at];
+    if (tile.gemm == Gemm::kNone) return;
+    mbarrier_wait(&shared.tile_stored[tiles.at], tiles.parity);
+    publish_tile(context, tile);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.tile_empty[tiles.at]);
+  }
+}
+
+// A warp of the two warpgroups that multiply.
+class TileMultiplier {
+ public:
+  __device__ TileMultiplier(const MoeContext& context, TensorShared& shared)
+      : context_(context),
+        shared_(shared),
+        lane_(threadIdx.x % 32),
+        group_(threadIdx.x / 128 - 1),
+        warp_(threadIdx.x / 32 % 4),
+        staging_(shared.staging[4 * group_ + warp_]) {}
+
+  __device__ void run() {
+    float acc[2][kNumAcc];
+    const bool is_timed = threadIdx.x == 128 && context_.call.launch.stamps != nullptr;
+    uint32_t since = clocks_now();
+    for (;; tiles_.advance()) {
+      mbarrier_wait(&shared_.tile_full[tiles_.at], tiles_.parity);
+      const Tile tile = shared_.tiles[tiles_.at];
+      if (is_timed) stamp_since(MoeStamp::kIdle, since);
+      if (tile.gemm == Gemm::kNone) break;
+      const bool is_inner = tile.gemm == Gemm::kInner;
+      uint8_t* const target = is_inner ? nullptr : target_of(tile);
+      multiply_tile(tile, acc);
+      // Block i of this warpgroup is block group + 2 * i of the tile.
+      if (is_inner) {
+        store_inner(tile, 0, acc[0]);
+        store_inner(tile, 1, acc[1]);
+      } else {
+        store_hidden(tile, 0, acc[0], target);
+        store_hidden(tile, 1, acc[1], target);
+      }
+      if (lane_ == 0) mbarrier_arrive(&shared_.tile_stored[tiles_.at]);
+      if (is_timed) stamp_since(is_inner ? MoeStamp::kGemmInner : MoeStamp::kGemmHidden, since);
+    }
+  }
+
+ private:
+  __device__ void stamp_since(MoeStamp stamp, uint32_t& since) const {
+    const uint32_t now = clocks_now();
+    stamp_clocks(context_.call, stamp, now - since);
+    since = now;
+  }
+
+  // First row of the warp's share of its block i, within the tile.
+  __device__ int32_t first_row(int32_t i) const {
+    return (group_ + 2 * i) * kMmaRows + warp_ * kWarpRows;
+  }
+
+  // Lane l: where row l % 16 of the warp's share of block l / 16 goes, null past the tile's rows.
+  __device__ uint8_t* target_of(const Tile& tile) const {
+    const int32_t row = first_row(lane_ / kWarpRows) + lane_ % kWarpRows;
+    if (row >= tile.num_rows) return nullptr;
+    const int2* sources = reinterpret_cast<const int2*>(context_.tables().sources);
+    const int2 source = __ldcg(sources + (tile.row + row) % context_.call.sizes.wave_rows);
+    return context_.target({source.x, source.y}) + tile.column * kMmaColumns * 2;
+  }
+
+  __device__ void multiply_tile(const Tile& tile, float (&acc)[2][kNumAcc]) {
+    const MoeSizes& sizes = context_.call.sizes;
+    const int32_t depth = tile.gemm == Gemm::kInner ? sizes.hidden : sizes.intermediate;
+    const int32_t num_steps = depth / kStepColumns;
+    const int32_t blocks =
+        __shfl_sync(kAllLanes, ceil_div(tile.num_rows, kMmaRows) + 1 - group_, 0) / 2;
+    if (blocks == 2) {
+      multiply<2>(num_steps, acc);
+    } else if (blocks == 1) {
+      multiply<1>(num_steps, acc);
+    } else {
+      multiply<0>(num_steps, acc);
+    }
+  }
+
+  template <int kBlocks>
+  __device__ void multiply(int32_t num_steps, float (&acc)[2][kNumAcc]) {
+    int32_t before = 0;  // the step whose products may still be under way
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
+    for (int32_t step = 0; step < num_steps; ++step) {
+      mbarrier_wait(&shared_.full[steps_.at], steps_.parity);
+      const uint8_t* operands = shared_.steps[steps_.at];
+      const uint64_t rows = matrix_descriptor(operands + group_ * kBlockBytes);
+      const uint64_t weights = matrix_descriptor(operands + kRowsBytes);
+      if (kBlocks > 0) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kStepColumns / kMmaDepth; ++k) {
+#pragma unroll
+          for (int i = 0; i < kBlocks; ++i) {
+            wgmma(acc[i], rows + (2 * i * kBlockBytes >> 4) + k * kDescriptorStep,
+                  weights + k * kDescriptorStep, k > 0 ? 1 : step);
+          }
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+      }
+      if (step > 0 && lane_ == 0) mbarrier_arrive(&shared_.empty[before]);
+      before = steps_.at;
+      steps_.advance();
+    }
+    if (kBlocks > 0) wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
+    if (lane_ == 0) mbarrier_arrive(&shared_.empty[before]);
+  }
+
+  // The lane, in a way that the compiler cannot compute with ahead of the tile: the accumulators
+  // leave no registers for what it would keep.
+  __device__ int32_t late_lane() const {
+    int32_t lane = lane_;
+    asm volatile("" : "+r"(lane));
+    return lane;
+  }
+
+  // Where the lane's row begins in 16 x 16 values that stmatrix stages.
+  __device__ uint8_t* staged_row(int32_t lane, int32_t stride) const {
+    return staging_ + lane % 16 * stride + lane / 16 * 16;
+  }
+
+  // h = silu(gate) * up; accumulators hold gate's columns, then as many of up.
+  __device__ void store_inner(const Tile& tile, int32_t i, const float (&acc)[kNumAcc]) const {
+    const int32_t valid = tile.num_rows - first_row(i), lane = late_lane();
+    if (valid <= 0) return;
+    uint8_t* const staged = staged_row(lane, kInnerStride);
+#pragma unroll
+    for (int c = 0; c < kInnerColumns / 16; ++c) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const int at = 8 * c + 2 * p;
+        packed[p] = pack_bf16(swiglu(acc[at], acc[at + kNumAcc / 2]),
+                              swiglu(acc[at + 1], acc[at + 1 + kNumAcc / 2]));
+      }
+      store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
+    }
+    __syncwarp();
+    const MoeCall& call = context_.call;
+    const MoeWorkspace workspace = call.workspace();
+    const size_t row_bytes = static_cast<size_t>(call.sizes.intermediate) * 2;
+    const int32_t column = tile.column * kInnerColumns;
+    uint8_t* to = workspace.inner() +
+                  (workspace.held_row(context_.local_idx, tile.row) + first_row(i)) * row_bytes +
+                  column * 2;
+    constexpr int kWords = kInnerColumns / 8;  // of a row, 16 bytes each
+#pragma unroll
+    for (int round = 0; round < kWarpRows * kWords / 32; ++round) {
+      const int32_t index = round * 32 + lane;
+      const int32_t row = index / kWords, word = index % kWords;
+      if (row < valid && column + word * 8 < call.sizes.intermediate) {
+        *reinterpret_cast<uint4*>(to + row * row_bytes + word * 16) =
+            *reinterpret_cast<const uint4*>(staging_ + row * kInnerStride + word * 16);
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ void store_hidden(const Tile& tile, int32_t i, const float (&acc)[kNumAcc],
+                               uint8_t* target) const {
+    if (tile.num_rows <= first_row(i)) return;
+    const int32_t lane = late_lane();
+    uint8_t* const staged = staged_row(lane, kHiddenStride);
+#pragma unroll
+    for (int c = 0; c < kMmaColumns / 16; ++c) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        packed[p] = pack_bf16(acc[8 * c + 2 * p], acc[8 * c + 2 * p + 1]);
+      }
+      store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
+    }
+    __syncwarp();
+    const int32_t columns = context_.call.sizes.hidden - tile.column * kMmaColumns;
+    constexpr int kWords = kMmaColumns / 8;
+#pragma unroll
+    for (int round = 0; round < kWarpRows * kWords / 32; ++round) {
+      const int32_t index = round * 32 + lane, row = index / kWords, word = index % kWords;
+      uint8_t* to = reinterpret_cast<uint8_t*>(__shfl_sync(
+          kAllLanes, reinterpret_cast<unsigned long long>(target), kWarpRows * i + row));
+      if (to != nullptr && word * 8 < columns) {
+        *reinterpret_cast<uint4*>(to + word * 16) =
+            *reinterpret_cast<const uint4*>(staging_ + row * kHiddenStride + word * 16);
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ static float swiglu(float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  }
+
+  const MoeContext& context_;
+  TensorShared& shared_;
+  const int32_t lane_, group_, warp_;
+  uint8_t* const staging_;
+  RingAt<kNumSteps> steps_;
+  RingAt<kNumTiles> tiles_;
+};
+
+// While nothing has been pulled yet those who multiply have nothing to do. With one wave no row
+// waits for a tile, so they may pull.
+__device__ inline void help_to_pull(const MoeContext& context, int32_t num_ctas) {
+  if (context.tables().head->num_rows > context.call.sizes.wave_rows) return;
+  pull_rows(context, num_ctas * kMmaWarps);
+}
+
+__global__ void __launch_bounds__(kTensorThreads, 1)
+    tensor_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeMaps maps) {
+  extern __shared__ uint8_t dynamic_shared[];
+  __shared__ bool is_wanted;
+  const DeviceTable* table = find_table(call);
+  if (table == nullptr) return;
+  const int32_t cta = blockIdx.y;
+  const MoeContext context{call, *table, static_cast<int32_t>(blockIdx.x)};
+  TensorShared& shared = *reinterpret_cast<TensorShared*>(
+      dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    is_wanted = cta < call.ctas_per_rank || has_come(*table, Stage::kReady);
+    init_barriers(shared);
+    stamp_ns(call, MoeStamp::kExpertsNs);
+  }
+  __syncthreads();
+  if (!is_wanted || context.tables().head->num_items == 0) return;
+  const int32_t warp = __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x / 32), 0);
+  if (warp < 4) {
+    give_registers<kLoaderRegisters>();
+    if (warp == 0) {
+      TileLoader(context, maps, shared).run();
+    } else if (warp == 1) {
+      publish_tiles(context, shared);
+    } else {
+      pull_rows(context, INT32_MAX);
+    }
+  } else {
+    take_registers<kMmaRegisters>();
+    help_to_pull(context, call.ctas_per_rank);
+    TileMultiplier(context, shared).run();
+  }
+  if (threadIdx.x % 32 == 0) stamp_ns(call, MoeStamp::kTilesEndNs);
+}
+
+}  // namespace iser::cuda
