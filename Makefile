@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 ARGS ?=
 SETUP := @$(PYTHON) scripts/setup_env.py
 
-.PHONY: setup prefill test test-oldest test-newest lint format sanitize wheels bench clean help
+.PHONY: setup prefill test test-oldest test-newest lint format sanitize cuda wheels bench clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ format: setup ## formats every source
 
 sanitize: ## C++ tests under ASan, UBSan and TSan, after the sanitizers caught planted faults
 	@$(PYTHON) scripts/sanitize.py
+
+cuda: setup ## the CUDA extension beside the sources, and its programs; needs nvcc, no GPU
+	@scripts/build_cuda.sh
 
 wheels: ## one wheel for each Python 3.11 to 3.13 found, in dist/
 	@$(PYTHON) scripts/build_wheels.py

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from typing import Any
 
 import jax
@@ -20,8 +19,8 @@ DEFAULT_COPY_SMS = 8
 _ids = itertools.count(1)  # of this process: handles are its own
 _BAD_HANDLE = 8
 _NO_EXTENSION = (
-    "the Domain is on GPUs, but this build of jax_iser has no CUDA kernels; build it with ISER_CUDA=1 "
-    'and nvcc (docs/building.md), or use method="reference"'
+    "the Domain is on GPUs, but this build of jax_iser has no CUDA kernels; build it with "
+    'ISER_CUDA=1 and nvcc (docs/building.md), or use method="reference"'
 )
 
 
@@ -77,27 +76,9 @@ class CudaRuntime:
 
     def _exchange(self) -> list[int]:
         """Where each device's memory is mapped in this process, in rank order."""
-        own = [segment.address for segment in self._memory.segments]
-        if len(self.members.specs) == 1:
-            return own
         counts = [ranks // self._config.ranks_per_device for _, _, ranks, _ in self.members.specs]
-        segments: list[list[int]] = [[] for _ in counts]
-        for i in range(max(counts)):
-            fd, note = _export(self._memory.segments, i)
-            try:
-                received = self.members.exchange_fds(fd, note)
-                for process, (peer_fd, peer_note) in enumerate(received):
-                    if process == self.members.local or i >= counts[process]:
-                        continue
-                    peer = self._memory.import_peer(peer_fd, peer_note)
-                    segments[process].append(peer.address)
-            finally:
-                os.close(fd)
-            for process, (peer_fd, _) in enumerate(received):
-                if process != self.members.local:
-                    os.close(peer_fd)
-        segments[self.members.local] = own
-        return list(itertools.chain(*segments))
+        found = _cuda_memory.exchange(self._memory, self.members, self._memory.segments, counts)
+        return [segment.address for segment in itertools.chain(*found)]
 
     def publish(self) -> None:
         """From now on programs can name the Domain."""
@@ -192,10 +173,3 @@ def _check(config, is_multi_process):
             f"copy_rule={config.copy_rule!r} has ranks read each other's weights, which across "
             'processes GPUs cannot; use copy_rule="owner_direct", or one process for all GPUs'
         )
-
-
-def _export(segments, index):
-    """(descriptor, note) of a segment; of an empty file where there are fewer."""
-    if index < len(segments):
-        return segments[index].export()
-    return os.memfd_create("jax_iser", os.MFD_CLOEXEC), {}

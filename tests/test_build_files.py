@@ -73,7 +73,10 @@ def bazel_sources(pattern: str) -> set[str]:
 
 def test_cmake_names_every_cpu_and_binding_source():
     assert cmake_list("ISER_CPU_SOURCES") == on_disk("ffi/cpu", "*.cc")
-    assert cmake_list("ISER_BINDING_SOURCES") == on_disk("ffi/bindings", "*.cc")
+    bindings = on_disk("ffi/bindings", "*.cc")
+    of_cuda = {path for path in bindings if pathlib.Path(path).name.startswith("cuda_")}
+    assert cmake_list("ISER_BINDING_SOURCES") == bindings - of_cuda
+    assert cmake_list("ISER_CUDA_BINDING_SOURCES") == of_cuda
 
 
 def test_cuda_sources_are_looked_for_where_they_are():

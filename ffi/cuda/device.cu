@@ -144,6 +144,17 @@ std::unique_ptr<DeviceRuntime> make_runtime(int ordinal, uint32_t process_mark) 
   return runtime;
 }
 
+void check_sizes(const DomainSetup& setup) {
+  for (const char* error :
+       {replication_options_error(setup.shape, setup.replication),
+        fused_error(setup.shape, setup.ranks_per_device, setup.dtype, setup.fused)}) {
+    if (!error) continue;
+    throw std::invalid_argument("hidden_size=" + std::to_string(setup.shape.hidden) +
+                                ", intermediate_size=" + std::to_string(setup.shape.intermediate) +
+                                " on GPUs: " + error);
+  }
+}
+
 void load_kernels() {
   check_cuda(prepare_start(), "loading start");
   check_cuda(prepare_replication(), "loading replication");
@@ -180,11 +191,7 @@ DeviceRuntime* find_device(int ordinal) {
 }
 
 void add_setup(uint64_t sizes, DomainSetup setup) {
-  for (const char* error :
-       {replication_options_error(setup.shape, setup.replication),
-        fused_error(setup.shape, setup.ranks_per_device, setup.dtype, setup.fused)}) {
-    if (error) throw std::invalid_argument(error);
-  }
+  check_sizes(setup);
   const cudaError_t code =
       prepare_plan(setup.plan, setup.ranks_per_device, setup.shape.max_routes(),
                    setup.plan_ctas_per_rank, &setup.grid);
@@ -232,6 +239,7 @@ size_t device_bytes(const DomainSetup& setup) {
 }
 
 size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens) {
+  check_sizes(setup);
   return fused_workspace_bytes(setup.shape, setup.ranks_per_device, num_tokens,
                                static_cast<int32_t>(setup.max_routes_per_rank), setup.dtype,
                                setup.fused);

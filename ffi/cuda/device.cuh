@@ -71,7 +71,7 @@ const DomainSetup* find_setup(uint64_t sizes);
 // Memory of one device: head and mail, the blocks of its ranks, then what only it uses.
 size_t device_bytes(const DomainSetup& setup);
 
-// Scratch of one fused_moe with so many tokens a rank.
+// Scratch of one fused_moe with so many tokens a rank; throws as add_setup.
 size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens);
 
 // A device's part of a Domain. `segments` are the addresses here of all devices' memory, in rank
