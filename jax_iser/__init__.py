@@ -20,5 +20,6 @@ from jax_iser.planner import plan as plan
 from jax_iser.planner import plan_counts as plan_counts
 from jax_iser.replication import ExpertWeights as ExpertWeights
 from jax_iser.replication import start as start
+from jax_iser.shared_expert import shared_expert as shared_expert
 
 __version__ = "0.1.0"

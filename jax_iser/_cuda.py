@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
+import os
+import pathlib
 from typing import Any
 
 import jax
@@ -173,3 +176,28 @@ def _check(config, is_multi_process):
             f"copy_rule={config.copy_rule!r} has ranks read each other's weights, which across "
             'processes GPUs cannot; use copy_rule="owner_direct", or one process for all GPUs'
         )
+
+
+@functools.cache
+def open_cublas() -> None:
+    """Gives each GPU of this process a cuBLAS handle; programs that it lacks cannot run there."""
+    if _iser_cuda is None:
+        raise ValueError(_NO_EXTENSION)
+    for device in jax.local_devices():
+        if device.platform == "gpu":
+            _iser_cuda.open_device(device.local_hardware_id, _iser.HANDLE_MARK)
+            _iser_cuda.open_cublas(device.local_hardware_id, _cublas_path())
+
+
+def _cublas_path() -> str:
+    """The user's, else the one of jax's CUDA packages, else empty: the dynamic linker's."""
+    if given := os.environ.get("ISER_CUBLAS_LIBRARY"):
+        return given
+    try:
+        package = importlib.util.find_spec("nvidia")
+    except ImportError:
+        package = None
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        for path in sorted(pathlib.Path(folder).glob("*/lib/libcublas.so.1[0-9]")):
+            return str(path)
+    return ""

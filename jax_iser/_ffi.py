@@ -13,6 +13,7 @@ except ImportError:  # a build for CPUs alone
     _iser_cuda = None
 
 TARGETS = {name: f"jax_iser.{name}" for name in ("start", "fused_moe", "plan")}
+SHARED_EXPERT = "jax_iser.shared_expert"  # on GPUs alone
 
 
 def _register_type(name, type_info):
@@ -32,7 +33,7 @@ def _register():
         jax.ffi.register_ffi_target(target, calls[name], platform="cpu")
     if _iser_cuda is not None:
         for name, call in _iser_cuda.cuda_calls().items():
-            jax.ffi.register_ffi_target(TARGETS[name], call, platform="CUDA")
+            jax.ffi.register_ffi_target(f"jax_iser.{name}", call, platform="CUDA")
 
 
 _register()

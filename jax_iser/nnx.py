@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_iser.planner import Plan
 from jax_iser.router import check_router_arguments, route, router_logits
+from jax_iser.shared_expert import shared_expert
 
 METHODS = ("fused", "reference")
 FORCED_ROUTINGS = ("balanced",)
@@ -23,13 +24,6 @@ class RoutedBias(nnx.Variable):
 
 class AttachedDomain(nnx.Variable):
     """The handle of a `jax_iser.Domain`; an argument of every compiled program that uses it."""
-
-
-def gated_mlp(x, gate, up, down):
-    """`down(silu(gate(x)) * up(x))`, weights `[I, D]`, `[I, D]`, `[D, I]`; h in x.dtype."""
-    dot = lambda a, w: jnp.einsum("...d,id->...i", a, w, preferred_element_type=jnp.float32)  # noqa: E731
-    h = (jax.nn.silu(dot(x, gate)) * dot(x, up)).astype(x.dtype)
-    return dot(h, down).astype(x.dtype)
 
 
 def balanced_routing(num_tokens, first_token, top_k, num_experts, scale):
@@ -83,6 +77,7 @@ class MoE(nnx.Module):
       routed_bias: adds a selection bias, a `RoutedBias` variable that gradients do not touch.
       num_shared_experts, shared_intermediate_size: shared experts, held as one gated MLP of
         `num_shared_experts * shared_intermediate_size` (default: `intermediate_size` each).
+      shared_expert_sms: on GPUs, SMs that its products may use; see `jax_iser.shared_expert`.
       dtype: of the computation (default: the input's). param_dtype: of the expert weights; the
         router's are f32.
       mesh, axis: experts are spread over `axis` of `mesh`, and the input's leading dimension with
@@ -116,6 +111,7 @@ class MoE(nnx.Module):
         norm_topk_prob: bool = True,
         num_shared_experts: int = 0,
         shared_intermediate_size: int | None = None,
+        shared_expert_sms: int | None = None,
         dtype=None,
         param_dtype=jnp.float32,
         mesh: jax.sharding.Mesh | None = None,
@@ -158,7 +154,7 @@ class MoE(nnx.Module):
         self.routed_bias = nnx.data(bias)
         self.gate, self.up = expert_plane((e, i, d)), expert_plane((e, i, d))
         self.down = expert_plane((e, d, i))
-        self.has_shared = shared > 0
+        self.has_shared, self.shared_expert_sms = shared > 0, shared_expert_sms
         if self.has_shared:
             self.shared_gate = replicated((shared, d))
             self.shared_up = replicated((shared, d))
@@ -279,7 +275,9 @@ class MoE(nnx.Module):
             experts,
             domain,
             layer=layer,
-            shared_expert=None if shared is None else lambda t: gated_mlp(t, *shared),
+            shared_expert=None
+            if shared is None
+            else lambda t: shared_expert(t, *shared, sms=self.shared_expert_sms),
             balance=self.balance,
             axis_name=axis_name,
         )

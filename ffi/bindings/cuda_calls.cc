@@ -9,6 +9,7 @@
 #include "ffi/bindings/bindings.h"
 #include "ffi/bindings/checks.h"
 #include "ffi/cuda/device.cuh"
+#include "ffi/cuda/shared_expert.cuh"
 #include "ffi/cuda/start.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -255,6 +256,62 @@ ffi::Error plan(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 
   return error.empty() ? ffi::Error::Success() : failed(error);
 }
 
+// x [..., D]; gate, up [I, D]; down [D, I].
+ffi::Error shared_expert(cudaStream_t main, int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer gate,
+                         ffi::AnyBuffer up, ffi::AnyBuffer down, Out<ffi::AnyBuffer> y,
+                         Out<ffi::AnyBuffer> scratch, int64_t num_sms) {
+  DeviceRuntime* runtime = cuda::find_device(ordinal);
+  if (!runtime || !runtime->cublas) {
+    return failed("GPU " + std::to_string(ordinal) +
+                  " has no cuBLAS handle; trace shared_expert in the process that runs it");
+  }
+  const bool is_bf16 = x.element_type() == ffi::DataType::BF16;
+  const auto shape = gate.dimensions();
+  if (!is_bf16 && x.element_type() != ffi::DataType::F32) return failed("x is not bf16 or f32");
+  if (shape.size() != 2 || shape[1] == 0) return failed("gate is not [I, D]");
+  const size_t weight_bytes = gate.size_bytes();
+  std::string error = check_size("up", up.size_bytes(), weight_bytes);
+  if (error.empty()) error = check_size("down", down.size_bytes(), weight_bytes);
+  if (error.empty()) error = check_size("y", y->size_bytes(), x.size_bytes());
+  for (const ffi::AnyBuffer* plane : {&gate, &up, &down}) {
+    if (plane->element_type() != x.element_type()) error = "a plane's dtype differs from x's";
+  }
+  const int64_t tokens = static_cast<int64_t>(x.element_count()) / shape[1];
+  const cuda::DType dtype = is_bf16 ? cuda::DType::kBF16 : cuda::DType::kF32;
+  if (error.empty()) {
+    error = check_size("scratch", scratch->size_bytes(),
+                       cuda::shared_expert_bytes(tokens, shape[0], dtype));
+  }
+  if (tokens > INT32_MAX || shape[0] > INT32_MAX || shape[1] > INT32_MAX) error = "too many tokens";
+  if (!error.empty()) return failed(error);
+  const cuda::SharedExpertLaunch launch{x.untyped_data(),
+                                        gate.untyped_data(),
+                                        up.untyped_data(),
+                                        down.untyped_data(),
+                                        y->untyped_data(),
+                                        scratch->untyped_data(),
+                                        static_cast<int32_t>(tokens),
+                                        static_cast<int32_t>(shape[1]),
+                                        static_cast<int32_t>(shape[0]),
+                                        dtype,
+                                        static_cast<int32_t>(num_sms)};
+  std::lock_guard lock(runtime->mutex);
+  error = cuda::launch_shared_expert(runtime->cublas, launch, main);
+  return error.empty() ? ffi::Error::Success() : failed(error);
+}
+
+XLA_FFI_DEFINE_HANDLER(kSharedExpert, shared_expert,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("num_sms"));
+
 XLA_FFI_DEFINE_HANDLER(kStart, start,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -317,6 +374,7 @@ void bind_cuda_calls(nb::module_& m) {
     nb::dict calls;
     calls["start"] = capsule_of(kStart);
     calls["fused_moe"] = capsule_of(kFusedMoe);
+    calls["shared_expert"] = capsule_of(kSharedExpert);
     calls["plan"] = capsule_of(kPlan);
     return calls;
   });

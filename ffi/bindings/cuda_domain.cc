@@ -13,6 +13,7 @@
 #include "ffi/core/error_text.h"
 #include "ffi/cpu/domain.h"
 #include "ffi/cuda/device.cuh"
+#include "ffi/cuda/shared_expert.cuh"
 
 namespace nb = nanobind;
 
@@ -202,6 +203,12 @@ void bind_cuda_domain(nb::module_& m) {
     cuda::check_cuda(cudaSetDevice(ordinal), "cudaSetDevice");
     cuda::add_setup(sizes, setup);
     cuda::check_cuda(cudaSetDevice(before), "cudaSetDevice");
+  });
+  m.def("open_cublas",
+        [](int ordinal, const std::string& path) { cuda::open_cublas(opened(ordinal), path); });
+  m.def("shared_expert_bytes", [](int64_t tokens, int64_t inner, bool is_bf16) {
+    return cuda::shared_expert_bytes(tokens, inner,
+                                     is_bf16 ? cuda::DType::kBF16 : cuda::DType::kF32);
   });
   m.def("take_misuse", [](int ordinal) { return cuda::take_misuse(opened(ordinal)); });
   m.attr("MAX_DOMAINS") = cuda::kMaxDomains;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "ffi/cuda/shared_expert.cuh"
 #include "ffi/cuda/start.cuh"
 
 namespace iser::cuda {
@@ -183,6 +184,15 @@ DeviceRuntime& open_device(int ordinal, uint32_t process_mark) {
     kept = runtime.release();
   }
   return *kept;
+}
+
+void open_cublas(DeviceRuntime& runtime, const std::string& path) {
+  std::lock_guard lock(runtime.mutex);
+  if (runtime.cublas) return;
+  const OnDevice here(runtime.ordinal);
+  std::string error = load_cublas(path);
+  if (error.empty()) error = make_cublas(&runtime.cublas);
+  if (!error.empty()) throw std::runtime_error(error);
 }
 
 DeviceRuntime* find_device(int ordinal) {

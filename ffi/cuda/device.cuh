@@ -54,6 +54,8 @@ struct DeviceRuntime {
     uint32_t cell;
   };
   std::vector<Started> in_flight;
+
+  void* cublas = nullptr;  // for shared_expert; made when it is first asked for
 };
 
 // Makes what the device keeps, once, and loads every kernel on it, so that no launch has to while
@@ -61,6 +63,9 @@ struct DeviceRuntime {
 DeviceRuntime& open_device(int ordinal, uint32_t process_mark);
 // Null before open_device.
 DeviceRuntime* find_device(int ordinal);
+
+// Opens cuBLAS (see shared_expert.cuh) and gives the device a handle. Throws std::runtime_error.
+void open_cublas(DeviceRuntime& runtime, const std::string& path);
 
 // Remembers what programs compiled for the digest are launched with; throws std::invalid_argument
 // where the kernels do not take the sizes. On the current device.

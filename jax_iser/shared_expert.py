@@ -1,0 +1,93 @@
+"""`shared_expert`: the gated MLP that runs beside the copies, with a budget of SMs on GPUs."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_iser import _ffi
+
+
+def gated_mlp(x, gate, up, down):
+    """`down(silu(gate(x)) * up(x))`, weights `[I, D]`, `[I, D]`, `[D, I]`; h in x.dtype."""
+    dot = lambda a, w: jnp.einsum("...d,id->...i", a, w, preferred_element_type=jnp.float32)  # noqa: E731
+    h = (jax.nn.silu(dot(x, gate)) * dot(x, up)).astype(x.dtype)
+    return dot(h, down).astype(x.dtype)
+
+
+def shared_expert(
+    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, *, sms: int | None = None
+) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))`, leaving SMs to the copies that run beside it.
+
+    Args:
+      x: `[..., D]`, bf16 or f32.
+      gate, up: `[I, D]` of x's dtype.
+      down: `[D, I]`.
+      sms: SMs that its products may use on a GPU, by cuBLAS. None: XLA's own products, which use
+        all. On other platforms there are no SMs, and XLA's products run.
+
+    Returns:
+      `[..., D]` of x's dtype. cuBLAS rounds the two inner products to it before silu, XLA does not.
+
+    Raises:
+      ValueError, TypeError: shapes, dtypes or a budget that do not fit.
+    """
+    _check(x, gate, up, down, sms)
+    if sms is None or _ffi._iser_cuda is None:
+        return gated_mlp(x, gate, up, down)
+    return _budgeted(sms, x, gate, up, down)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _budgeted(sms, x, gate, up, down):
+    return jax.lax.platform_dependent(
+        x, gate, up, down, cuda=functools.partial(_call, sms), default=gated_mlp
+    )
+
+
+def _forward(sms, *operands):
+    return _budgeted(sms, *operands), operands
+
+
+def _backward(sms, operands, cotangent):
+    _, pull = jax.vjp(gated_mlp, *operands)
+    return pull(cotangent)
+
+
+_budgeted.defvjp(_forward, _backward)
+
+
+def _call(sms, x, gate, up, down):
+    from jax_iser._cuda import open_cublas
+
+    open_cublas()
+    tokens, is_bf16 = x.size // x.shape[-1], x.dtype == jnp.bfloat16
+    num_bytes = _ffi._iser_cuda.shared_expert_bytes(tokens, gate.shape[0], is_bf16)
+    results = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),
+    )
+    op = jax.ffi.ffi_call(_ffi.SHARED_EXPERT, results)
+    y = op(x, gate, up, down, num_sms=np.int64(sms))[0]
+    return _ffi.varying_like(x, (y,))[0]
+
+
+def _check(x, gate, up, down, sms):
+    hidden, inner = x.shape[-1], gate.shape[0]
+    for name, plane, shape in (
+        ("gate", gate, (inner, hidden)),
+        ("up", up, (inner, hidden)),
+        ("down", down, (hidden, inner)),
+    ):
+        if plane.shape != shape:
+            raise ValueError(f"{name} has shape {plane.shape}, expected {shape} beside x {x.shape}")
+        if plane.dtype != x.dtype:
+            raise TypeError(f"{name} is {plane.dtype}, x is {x.dtype}; cast it")
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"x is {x.dtype}, expected bfloat16 or float32")
+    if sms is not None and not 1 <= sms <= 1024:
+        raise ValueError(f"sms={sms} is outside 1..1024; leave it out for XLA's own products")
