@@ -74,7 +74,19 @@ def cuda() -> dict:
         "nvcc": (_lines([nvcc, "--version"])[-1:] or [nvcc])[0] if nvcc else None,
         "extension": importlib.util.find_spec("jax_iser._iser_cuda") is not None,
         "jax_sees_gpu": _has_gpu(),
+        "memory": _gpu_memory(),
     }
+
+
+def _gpu_memory() -> str:
+    """How memory of GPUs can be shared, or why it cannot."""
+    from jax_iser import _cuda_memory
+
+    try:
+        found = _cuda_memory.probe()
+    except Exception as error:  # no package, no driver, no GPU: it is the finding
+        return _one_line(error)
+    return f"{found['handle_type']}: {found['reason']}"
 
 
 def _has_gpu() -> bool:
@@ -101,13 +113,16 @@ def try_cuda(found: dict) -> tuple[dict, dict]:
     """Fused method and unicast fabric on the GPU."""
     why = []
     if not found["extension"]:
-        why.append("no CUDA extension: this version has the CUDA ops as a C++ library alone")
+        why.append("no CUDA extension: build with ISER_CUDA=1 (docs/building.md)")
     if not found["jax_sees_gpu"]:
         why.append("jax sees no GPU")
     if why:
         no = {"works": False, "why": "; ".join(why)}
         return no, dict(no)
-    return try_fused("gpu")
+    fused, unicast = try_fused("gpu")
+    if fused["works"]:
+        fused["why"] += "; bf16 of sizes in whole 64s runs on wgmma, all else on CUDA cores (slow)"
+    return fused, unicast
 
 
 def multicast() -> dict:
@@ -148,6 +163,8 @@ def try_fused(backend: str) -> tuple[dict, dict]:
 
     def run():
         seen.update(_run_skewed_layer(backend))
+        if not seen["complete"]:
+            raise RuntimeError("the layer failed: its output is NaN")
         if not seen["equal"]:
             raise RuntimeError("outputs with and without copied experts differ")
         return f"{seen['ranks']} ranks; outputs with and without copied experts are equal"
@@ -194,9 +211,10 @@ def _run_skewed_layer(backend: str) -> dict:
                 check_vma=False,
             )
             outputs[balance] = jax.jit(layer)(x, ids, shares, weights, domain.handle)
-        off, on = (np.asarray(outputs[balance][0]).tobytes() for balance in ("none", "haloq"))
+        off, on = (np.asarray(outputs[balance][0]) for balance in ("none", "haloq"))
         return {
             "ranks": domain.config.num_ranks,
-            "equal": off == on,
+            "complete": bool(np.isfinite(on).all() and np.isfinite(off).all()),
+            "equal": off.tobytes() == on.tobytes(),
             "broadcasts": int(outputs["haloq"][1].num_broadcasts),
         }
