@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kBeginThreads)
     begin_kernel(const __grid_constant__ MoeCall call) {
   __shared__ bool ok;
   const DeviceTable* table = find_table(call);
-  if (table == nullptr || has_failed(*table)) return;
+  if (table == nullptr) return;
   if (threadIdx.x == 0) stamp_ns(call, MoeStamp::kBeginNs);
   const int32_t ranks = call.sizes.ranks_per_device;
   const size_t words = call.row_bytes() * call.sizes.num_tokens / sizeof(uint4);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kBeginThreads)
     rank_words->routes_expected = starts[call.sizes.slots.num_slots()];
     rank_words->routes_done = 0;
   }
-  if (threadIdx.x == 0) ok = fits_plan(call, *table);
+  if (threadIdx.x == 0) ok = !has_failed(*table) && fits_plan(call, *table);
   __syncthreads();
   if (!ok || threadIdx.x >= 32) return;
   for (int32_t v = 0; v < ranks; ++v) {

@@ -204,6 +204,7 @@ class TileMultiplier {
         store_hidden(tile, 0, acc[0], target);
         store_hidden(tile, 1, acc[1], target);
       }
+      __syncwarp();
       if (lane_ == 0) mbarrier_arrive(&shared_.tile_stored[tiles_.at]);
       if (is_timed) stamp_since(is_inner ? MoeStamp::kGemmInner : MoeStamp::kGemmHidden, since);
     }

@@ -1,0 +1,471 @@
+// fused_moe on GPUs: against an oracle, and to the bit whatever replicas, ranks a device, tile
+// shapes, waves and delays; faults. Prints a line a case.
+//
+//   test_fused_moe [--small] [--gpus N] [--only WORD] [--plant memcheck|racecheck]
+//
+// --only runs the cases whose name has the word in it. docs/fused_moe.md says in which order to
+// look for a fault.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "tests/cuda/moe_world.cuh"
+
+using namespace iser;
+using namespace iser::cuda;
+
+namespace {
+
+int num_passed = 0, num_failed = 0, num_gpus = 1;
+bool is_small = false;
+std::string only;
+
+bool is_wanted(const std::string& name) {
+  return only.empty() || name.find(only) != std::string::npos;
+}
+
+void report(const std::string& name, const std::string& why) {
+  (why.empty() ? num_passed : num_failed)++;
+  std::printf("%s %s%s%s\n", why.empty() ? "ok  " : "FAIL", name.c_str(), why.empty() ? "" : ": ",
+              why.c_str());
+  std::fflush(stdout);
+}
+
+std::string same_bits(const MoeProblem& p, const std::vector<uint8_t>& got,
+                      const std::vector<uint8_t>& want) {
+  if (got == want) return "";
+  if (got.size() != want.size()) return "sizes differ";
+  const size_t at = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
+  const size_t element = at / p.element_bytes();
+  size_t different = 0;
+  for (size_t i = 0; i < got.size(); ++i) different += got[i] != want[i];
+  return "y[" + std::to_string(element / p.hidden) + ", " + std::to_string(element % p.hidden) +
+         "] is " + std::to_string(element_of(p.dtype, got.data(), element)) + ", was " +
+         std::to_string(element_of(p.dtype, want.data(), element)) + "; " +
+         std::to_string(different) + " bytes differ";
+}
+
+std::string checked_call(MoeWorld& world, const MoeRun& run, std::vector<uint8_t>* y) {
+  *y = world.call(run);
+  std::string why = world.check_state();
+  if (why.empty()) why = world.check_plan_outputs();
+  return why;
+}
+
+// OFF against the oracle, then ON and everything else against OFF.
+void test_case(const std::string& name, const MoeProblem& p, const std::vector<MoeRun>& runs,
+               int32_t num_devices = 1, int gpus = 1) {
+  if (!is_wanted(name)) return;
+  MoeWorld world(p, num_devices, gpus);
+  MoeRun first = runs.empty() ? MoeRun{} : runs.front();
+  first.is_balanced = false;
+  first.late_ready_ns = 0;
+  std::vector<uint8_t> off, y;
+  std::string why = checked_call(world, first, &off);
+  if (why.empty()) why = Expected(p).compare(p, off);
+  if (!why.empty()) why = "OFF: " + why;
+  int32_t broadcasts = 0;
+  for (size_t i = 0; i < runs.size() && why.empty(); ++i) {
+    why = checked_call(world, runs[i], &y);
+    broadcasts += world.num_broadcasts;
+    if (why.empty()) why = same_bits(p, y, off);
+    if (!why.empty()) why = "run " + std::to_string(i) + ": " + why;
+  }
+  report(name + ", " + std::to_string(runs.size()) + " runs, " + std::to_string(broadcasts) +
+             " broadcasts",
+         why);
+}
+
+MoeRun on() { return {}; }
+
+MoeRun with_engine(MoeEngine engine) {
+  MoeRun run;
+  run.options.engine = engine;
+  return run;
+}
+
+std::string text(const char* format, int a, int b, int c = 0, int d = 0) {
+  char line[120];
+  std::snprintf(line, sizeof line, format, a, b, c, d);
+  return line;
+}
+
+// The smallest thing that can work, for bringing the engine up: one rank, one expert, one tile.
+void test_first() {
+  for (int rows : {1, 64, 200}) {
+    MoeProblem p = make_problem({1, 1, 0}, 1, 64, 64, rows, 0, 1);
+    for (int32_t& id : p.ids[0]) id = 0;
+    test_case(text("first: plain, %d rows, D=I=%d", rows, 64), p, {with_engine(MoeEngine::kPlain)});
+    test_case(text("first: tensor, %d rows, D=I=%d", rows, 64), p, {on()});
+  }
+  MoeProblem deep = make_problem({1, 1, 0}, 1, 1024, 448, 256, 0, 1);
+  for (int32_t& id : deep.ids[0]) id = 0;
+  test_case("first: tensor, 256 rows, D=1024 I=448", deep, {on()});
+}
+
+void test_sizes() {
+  for (int hidden : {64, 192, 448, 640}) {
+    for (int inner : {64, 96 * 2, 320}) {
+      if (is_small && hidden * inner > 64 * 64) continue;
+      test_case(text("sizes: D=%d I=%d", hidden, inner),
+                make_problem({2, 8, 2}, 2, hidden, inner, is_small ? 40 : 150, 1, hidden + inner),
+                {on(), on()});
+    }
+  }
+}
+
+// Experts with these many rows, on one rank.
+void test_rows() {
+  const std::vector<int32_t> rows =
+      is_small ? std::vector<int32_t>{0, 1, 65}
+               : std::vector<int32_t>{0, 1, 63, 64, 65, 127, 128, 129, 257, 10'000, 0};
+  MoeProblem p = make_problem({1, static_cast<int32_t>(rows.size()), 0}, 1, is_small ? 64 : 256,
+                              is_small ? 64 : 192, 1, 0, 3);
+  std::vector<int32_t> ids;
+  for (size_t e = 0; e < rows.size(); ++e) ids.insert(ids.end(), rows[e], static_cast<int>(e));
+  std::mt19937 rng(4);
+  std::shuffle(ids.begin(), ids.end(), rng);
+  p.num_tokens = ids.size();
+  p.ids = {ids};
+  std::vector<MoeRun> runs(4);
+  runs[1].options.tile_rows = 64;
+  runs[2].options.tile_rows = 128;
+  runs[3].options.num_sms = 3;
+  test_case("rows: 0, 1, 63 to 10,000 an expert; tiles of 256, 64, 128 rows; 3 SMs", p, runs);
+}
+
+void test_ranks() {
+  for (int ranks : {1, 2, 4, 8}) {
+    for (int kind : {0, 2, 3, 5}) {
+      if (is_small && (kind != 2 || ranks > 2)) continue;
+      std::vector<MoeRun> runs(is_small ? 2 : 5);
+      runs[1].late_ready_ns = 3'000'000;
+      if (!is_small) {
+        runs[2].options.tile_rows = 128;
+        runs[3].options.num_sms = 2 * ranks;
+        runs[4].options.num_sms = 120;
+        runs[4].options.copy_sms = 0;
+        runs[4].late_ready_ns = 0;
+      }
+      test_case(text("ranks: V=%d, W%d", ranks, kind),
+                make_problem({ranks, ranks * 6, 2}, 4, is_small ? 64 : 384, is_small ? 64 : 256,
+                             is_small ? 24 : 300, kind, 10 * ranks + kind),
+                runs);
+    }
+  }
+}
+
+void test_devices() {
+  for (int ranks : {2, 8}) {
+    const MoeProblem p =
+        make_problem({ranks, ranks * 4, 2}, 3, is_small ? 64 : 320, 128, is_small ? 16 : 200, 2, 5);
+    std::vector<MoeRun> runs(2);
+    for (MoeRun& run : runs) run.options.num_sms = 24;
+    runs[1].late_ready_ns = 2'000'000;
+    test_case(text("devices: P=%d as 2 devices on %d GPU", ranks, 1), p, runs, 2, 1);
+    if (num_gpus >= 2) {
+      runs.resize(4);
+      runs[2] = runs[3] = on();
+      runs[2].late_ready_ns = 1'000'000;
+      test_case(text("devices: P=%d as 2 devices on %d GPUs", ranks, 2), p, runs, 2, 2);
+    }
+  }
+}
+
+void test_waves() {
+  const MoeProblem p =
+      make_problem({4, 16, 2}, 4, is_small ? 64 : 256, 128, is_small ? 20 : 200, 2, 6);
+  std::vector<MoeRun> runs(6);
+  runs[1].max_routes_per_rank = 300;
+  runs[2].max_routes_per_rank = 64;
+  runs[3].max_routes_per_rank = 97;
+  runs[3].late_ready_ns = 1'000'000;
+  runs[4].max_routes_per_rank = is_small ? 11 : 33;
+  runs[4].options.num_sms = 4;
+  runs[5].max_routes_per_rank = 200;
+  runs[5].options.tile_rows = 64;
+  test_case("waves: 1, many, odd sizes", p, runs);
+  std::vector<MoeRun> plain(2, with_engine(MoeEngine::kPlain));
+  plain[1].max_routes_per_rank = 75;
+  test_case("waves: plain engine", p, plain);
+}
+
+void test_plain() {
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    const int step = dtype == DType::kF32 ? 4 : 8;
+    for (int units : {1, 3, 17}) {
+      std::vector<MoeRun> runs(2, with_engine(MoeEngine::kPlain));
+      runs[1].late_ready_ns = 1'000'000;
+      test_case(text("plain: dtype %d, D=%d I=%d", static_cast<int>(dtype), units * step,
+                     (units + 1) * step),
+                make_problem({4, 12, 2}, 3, units * step, (units + 1) * step, is_small ? 12 : 90, 2,
+                             7 + units, dtype),
+                runs);
+    }
+  }
+}
+
+void test_layers() {
+  MoeProblem p = make_problem({4, 8, 2}, 2, 128, 192, is_small ? 16 : 100, 2, 8);
+  p.num_layers = 3;
+  p.is_stacked = true;
+  for (int layer = 0; layer < 3; ++layer) {
+    p.layer = layer;
+    test_case(text("layers: stacked, layer %d of %d", layer, 3), p,
+              {on(), with_engine(MoeEngine::kAuto)});
+  }
+}
+
+// A larger one, near a model's sizes, with everything that may change between runs.
+void test_model() {
+  if (is_small) return;
+  std::vector<MoeRun> runs(6);
+  runs[1].options.tile_rows = 128;
+  runs[2].options.num_sms = 40;
+  runs[3].max_routes_per_rank = 900;
+  runs[4].late_ready_ns = 5'000'000;
+  runs[5].options.num_sms = 120;
+  test_case("model: P=8 E=64 D=2048 I=768, 8 ranks a GPU",
+            make_problem({8, 64, 3}, 4, 2048, 768, 128, 2, 11), runs);
+}
+
+void test_kernels() {
+  std::vector<MoeRun> runs(4);
+  for (MoeRun& run : runs) run.by_kernels = true;
+  runs[1].late_ready_ns = 2'000'000;
+  const MoeProblem p = make_problem({8, 32, 3}, 4, 256, 192, is_small ? 24 : 300, 2, 12);
+  test_case("kernels: plan and copy by theirs, V=8", p, runs);
+  if (num_gpus >= 2) test_case("kernels: plan and copy by theirs, 2 GPUs", p, runs, 2, 2);
+}
+
+// The same bits over many calls, with one rank late at dispatch now and then.
+void test_repeats() {
+  const std::string name = "repeats: 100 calls, late ranks";
+  if (!is_wanted(name) || is_small) return;
+  const MoeProblem p = make_problem({4, 16, 2}, 4, 512, 256, 256, 2, 13);
+  MoeWorld world(p, 1, 1);
+  std::vector<uint8_t> first, y;
+  std::string why = checked_call(world, on(), &first);
+  for (int i = 1; i < 100 && why.empty(); ++i) {
+    if (i % 10 == 0) {
+      std::vector<uint64_t> late(world.devices[0]->stalls.count, 0);
+      late[i / 10 % 4 * static_cast<int>(Stage::kNumStages) + 2] = 3'000'000;
+      world.devices[0]->stalls.put(late);
+    }
+    MoeRun run;
+    run.is_balanced = i % 3 != 0;
+    why = checked_call(world, run, &y);
+    if (why.empty()) why = same_bits(p, y, first);
+    if (!why.empty()) why = "call " + std::to_string(i) + ": " + why;
+  }
+  report(name, why);
+}
+
+// A captured launch serves other generations.
+void test_graph() {
+  const std::string name = "graph: captured once, three calls";
+  if (!is_wanted(name)) return;
+  const MoeProblem p = make_problem({4, 8, 2}, 2, 128, 128, 64, 2, 14);
+  MoeWorld world(p, 1, 1);
+  std::vector<uint8_t> want, y;
+  std::string why = checked_call(world, on(), &want);
+  const cudaStream_t stream = world.devices[0]->main;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  world.fused(0, on());
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 3 && why.empty(); ++i) {
+    world.prepare(on());
+    CHECK_CUDA(cudaGraphLaunch(exec, stream));
+    world.sync();
+    why = world.check_state();
+    if (why.empty()) why = same_bits(p, world.outputs(), want);
+  }
+  CHECK_CUDA(cudaGraphExecDestroy(exec));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  report(name, why);
+}
+
+bool is_nan_filled(const MoeDevice& device) {
+  const std::vector<uint8_t> y = device.y.get();
+  return std::all_of(y.begin(), y.end() - kTailGuard, [](uint8_t byte) { return byte == 0xff; });
+}
+
+// y is NaN, the plan's outputs are those of a failure with this code.
+std::string check_failure(const MoeWorld& world, int32_t d, ErrorCode code) {
+  const MoeDevice& device = *world.devices[d];
+  const std::vector<int32_t> scalars = device.out_scalars.get();
+  if (scalars[1] != static_cast<int32_t>(code)) return "status is " + std::to_string(scalars[1]);
+  if (scalars[0] != 0) return "num_broadcasts is " + std::to_string(scalars[0]);
+  for (int32_t slot : device.out_route_slot.get()) {
+    if (slot != -1) return "route_slot of a failed call is " + std::to_string(slot);
+  }
+  if (!is_nan_filled(device)) return "y is not NaN everywhere";
+  return "";
+}
+
+void test_faults() {
+  const MoeProblem p = make_problem({4, 8, 2}, 2, 128, 128, 64, 2, 15);
+  constexpr uint64_t kShortNs = 200'000'000;
+  const auto run_fault = [&](const std::string& name, ErrorCode code, Stage stage, int32_t devices,
+                             const auto& disturb, const MoeRun& run) {
+    if (!is_wanted(name)) return;
+    MoeWorld world(p, devices, 1, kShortNs);
+    world.prepare(run);
+    disturb(world);
+    world.fused(0, run);
+    world.sync();
+    std::string why = check_failure(world, 0, code);
+    const ProcessWords words = world.words(0);
+    if (why.empty() && code != ErrorCode::kBadHandle) {
+      if (words.aborted != 1 || words.error.code != static_cast<int32_t>(code)) {
+        why = "error word has code " + std::to_string(words.error.code);
+      } else if (code == ErrorCode::kTimeout && words.error.stage != static_cast<int32_t>(stage)) {
+        why = "stage is " + std::to_string(words.error.stage);
+      }
+    }
+    if (why.empty() && code != ErrorCode::kBadHandle) why = world.check_state(true);
+    report(name, why);
+  };
+  const auto nothing = [](MoeWorld&) {};
+  MoeRun never_ready;
+  never_ready.has_ready = false;
+  run_fault("faults: a device that does not come", ErrorCode::kTimeout, Stage::kDispatch, 2,
+            nothing, on());
+  run_fault("faults: READY never comes, helper tiles", ErrorCode::kTimeout, Stage::kReady, 1,
+            nothing, never_ready);
+  never_ready.is_balanced = false;
+  run_fault("faults: READY never comes, no helper tile", ErrorCode::kTimeout, Stage::kReady, 1,
+            nothing, never_ready);
+  run_fault(
+      "faults: failed before", ErrorCode::kClosed, Stage::kDispatch, 1,
+      [](MoeWorld& world) {
+        ProcessWords words = world.words(0);
+        words.error.code = static_cast<int32_t>(ErrorCode::kClosed);
+        words.aborted = 1;
+        MoeWorld::set(reinterpret_cast<uint8_t*>(world.head(0)),
+                      reinterpret_cast<const uint8_t*>(&words), sizeof words);
+      },
+      on());
+  run_fault(
+      "faults: ranks with different plans", ErrorCode::kPlanMismatch, Stage::kReady, 1,
+      [](MoeWorld& world) {
+        const uint64_t hash = 1;
+        MoeWorld::set(&world.block(2).words()->plan_hash, &hash, 1);
+      },
+      on());
+  run_fault(
+      "faults: other tokens than start had", ErrorCode::kBadFusedMoe, Stage::kDispatch, 1,
+      [](MoeWorld& world) {
+        const int32_t tokens = 63;
+        MoeWorld::set(&mail_tags(world.shape, world.head(0), world.generation)[0].tag.num_tokens,
+                      &tokens, 1);
+      },
+      on());
+  run_fault(
+      "faults: a handle of no Domain", ErrorCode::kBadHandle, Stage::kDispatch, 1,
+      [](MoeWorld& world) { world.devices[0]->ticket.put({kDomainId + 1, 0, kProcessMark, 0}); },
+      on());
+  run_fault(
+      "faults: a handle of another process", ErrorCode::kBadHandle, Stage::kDispatch, 1,
+      [](MoeWorld& world) { world.devices[0]->ticket.put({kDomainId, 0, kProcessMark + 1, 0}); },
+      on());
+}
+
+void test_refusals() {
+  if (!is_wanted("refusals")) return;
+  const DomainShape good{{4, 8, 1}, 2, 128, 128, 16, 2, 2, 0};
+  std::string why;
+  const auto expect = [&](bool is_taken, const DomainShape& shape, DType dtype,
+                          const FusedOptions& options, const char* what) {
+    if ((fused_error(shape, 4, dtype, options) == nullptr) != is_taken && why.empty()) why = what;
+  };
+  DomainShape shape = good;
+  expect(true, good, DType::kBF16, {}, "good sizes");
+  expect(false, good, DType::kF32, {}, "another dtype");
+  shape.hidden = 132;
+  expect(false, shape, DType::kBF16, {}, "rows of 264 bytes");
+  shape.hidden = 136;
+  expect(true, shape, DType::kBF16, {}, "D=136, plain");
+  FusedOptions options;
+  options.engine = MoeEngine::kTensor;
+  expect(false, shape, DType::kBF16, options, "D=136, tensor");
+  options.engine = MoeEngine::kAuto;
+  options.tile_rows = 96;
+  expect(false, good, DType::kBF16, options, "tiles of 96 rows");
+  if (fused_engine(good, DType::kBF16, {}) != MoeEngine::kTensor) why = "engine of good sizes";
+  if (fused_engine(shape, DType::kBF16, {}) != MoeEngine::kPlain) why = "engine of D=136";
+  report("refusals", why);
+}
+
+__global__ void planted_overrun(int32_t* data, int32_t count) { data[count + threadIdx.x] = 1; }
+
+__global__ void planted_race(int32_t* out) {
+  __shared__ int32_t word;
+  word = threadIdx.x;  // no barrier: that is the fault
+  out[threadIdx.x] = word;
+}
+
+int plant(const std::string& tool) {
+  DeviceArray<int32_t> data(1024);
+  if (tool == "memcheck") planted_overrun<<<1, 64>>>(data.data, 1 << 20);
+  if (tool == "racecheck") planted_race<<<1, 64>>>(data.data);
+  std::printf("planted a fault for %s: %s\n", tool.c_str(),
+              cudaGetErrorString(cudaDeviceSynchronize()));
+  return 0;
+}
+
+void prepare_gpus() {
+  int found = 0;
+  CHECK_CUDA(cudaGetDeviceCount(&found));
+  num_gpus = std::min(num_gpus, found);
+  for (int a = 0; a < num_gpus; ++a) {
+    CHECK_CUDA(cudaSetDevice(a));
+    CHECK_CUDA(prepare_fused());
+    CHECK_CUDA(prepare_replication());
+    for (int b = 0; b < num_gpus; ++b) {
+      if (a != b) CHECK_CUDA(cudaDeviceEnablePeerAccess(b, 0));
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string arg = argv[i];
+    const bool has_value = i + 1 < argc;
+    if (arg == "--small") {
+      is_small = true;
+    } else if (arg == "--gpus" && has_value) {
+      num_gpus = std::atoi(argv[++i]);
+    } else if (arg == "--only" && has_value) {
+      only = argv[++i];
+    } else if (arg == "--plant" && has_value) {
+      return plant(argv[++i]);
+    } else {
+      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
+      return 2;
+    }
+  }
+  prepare_gpus();
+  test_refusals();
+  test_first();
+  test_plain();
+  test_sizes();
+  test_rows();
+  test_ranks();
+  test_devices();
+  test_waves();
+  test_layers();
+  test_kernels();
+  test_graph();
+  test_model();
+  if (!is_small) test_faults();
+  test_repeats();
+  std::printf("%d passed, %d failed\n", num_passed, num_failed);
+  return num_failed == 0 ? 0 : 1;
+}
