@@ -190,12 +190,13 @@ class TileMultiplier {
     uint32_t since = clocks_now();
     for (;; tiles_.advance()) {
       mbarrier_wait(&shared_.tile_full[tiles_.at], tiles_.parity);
-      const Tile tile = shared_.tiles[tiles_.at];
       if (is_timed) stamp_since(MoeStamp::kIdle, since);
-      if (tile.gemm == Gemm::kNone) break;
+      if (shared_.tiles[tiles_.at].gemm == Gemm::kNone) break;
+      uint8_t* const target = target_of(shared_.tiles[tiles_.at]);
+      multiply_tile(shared_.tiles[tiles_.at], acc);
+      // Read again: the accumulators leave no registers to keep it in.
+      const Tile tile = shared_.tiles[tiles_.at];
       const bool is_inner = tile.gemm == Gemm::kInner;
-      uint8_t* const target = is_inner ? nullptr : target_of(tile);
-      multiply_tile(tile, acc);
       // Block i of this warpgroup is block group + 2 * i of the tile.
       if (is_inner) {
         store_inner(tile, 0, acc[0]);
@@ -222,8 +223,10 @@ class TileMultiplier {
     return (group_ + 2 * i) * kMmaRows + warp_ * kWarpRows;
   }
 
-  // Lane l: where row l % 16 of the warp's share of block l / 16 goes, null past the tile's rows.
+  // Lane l: where row l % 16 of the warp's share of block l / 16 goes, null past the tile's rows
+  // and for h.
   __device__ uint8_t* target_of(const Tile& tile) const {
+    if (tile.gemm == Gemm::kInner) return nullptr;
     const int32_t row = first_row(lane_ / kWarpRows) + lane_ % kWarpRows;
     if (row >= tile.num_rows) return nullptr;
     const int2* sources = reinterpret_cast<const int2*>(context_.tables().sources);

@@ -154,9 +154,9 @@ struct Expected {
   std::vector<double> y, bound;  // [P * num_tokens, D]
 
   template <typename T>
-  void compute(const MoeProblem& p) {
+  void compute(const MoeProblem& p, int32_t ranks) {
     CHECK_CUDA(cudaSetDevice(0));
-    const int32_t ranks = p.slots.num_ranks, experts = p.slots.num_experts;
+    const int32_t experts = p.slots.num_experts;
     const size_t routes = p.num_routes(), tokens = static_cast<size_t>(p.num_tokens) * p.hidden;
     DeviceArray<T> x(tokens), h(routes * p.intermediate), o(routes * p.hidden);
     DeviceArray<T> gate(experts * p.plane()), up(experts * p.plane()), down(experts * p.plane());
@@ -205,8 +205,10 @@ struct Expected {
     }
   }
 
-  explicit Expected(const MoeProblem& p) {
-    p.dtype == DType::kBF16 ? compute<__nv_bfloat16>(p) : compute<float>(p);
+  explicit Expected(const MoeProblem& p) : Expected(p, p.slots.num_ranks) {}
+  // Of the first ranks only.
+  Expected(const MoeProblem& p, int32_t ranks) {
+    p.dtype == DType::kBF16 ? compute<__nv_bfloat16>(p, ranks) : compute<float>(p, ranks);
   }
 
   std::string compare(const MoeProblem& p, const std::vector<uint8_t>& got) const {

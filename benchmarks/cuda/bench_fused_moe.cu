@@ -1,0 +1,322 @@
+// The fused MoE layer against dense products of the same run. Prints a JSON object a line. Every
+// case is checked against the oracle on its first tokens before it is timed.
+//
+//   bench_fused_moe [--gpus N] [dense] [share] [ranks] [pair]     (all by default)
+//
+// dense: cuBLAS bf16. share: one rank's share of a model, no peers. ranks: EP8 as 8 ranks of one
+// GPU, each with an eighth of its SMs. pair: EP2 on two GPUs. Arms: "off" without replicas,
+// "installed" with replicas and routes made before the clock starts, "included" with plan, copy and
+// READY inside it, "balanced" routing without replicas. `ms` are medians of 20 of the slowest
+// device; `tflops` counts 6 D I of every routed row of a GPU; `of_dense` is against the best dense
+// product.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include "benchmarks/cuda/vendor.h"
+#include "tests/cuda/moe_world.cuh"
+
+using namespace iser;
+using namespace iser::cuda;
+
+namespace {
+
+constexpr int kRepeats = 20, kWarmUps = 3, kCheckedTokens = 16;
+int num_gpus = 1;
+double best_dense = 0;  // TFLOP/s
+
+struct Model {
+  const char* name;
+  int32_t hidden, intermediate, experts, top_k;
+};
+
+constexpr Model kModels[] = {{"DeepSeek-V4-Pro", 7168, 3072, 384, 6},
+                             {"V4-Flash-like", 4096, 2048, 256, 6},
+                             {"Qwen3-30B-A3B", 2048, 768, 128, 8},
+                             {"gpt-oss-20b", 2880, 2880, 32, 4}};
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+// Every expert as often as every other, or by a power law of the expert's place.
+std::vector<std::vector<int32_t>> draw(const SlotSpace& slots, int32_t tokens, int32_t top_k,
+                                       double exponent, uint32_t seed) {
+  std::mt19937 rng(seed);
+  std::vector<double> weight(slots.num_experts);
+  for (int32_t e = 0; e < slots.num_experts; ++e) weight[e] = std::pow(e + 1.0, -exponent);
+  std::discrete_distribution<int32_t> any(weight.begin(), weight.end());
+  std::vector<std::vector<int32_t>> ids(slots.num_ranks);
+  int32_t next = 0;
+  for (auto& of_rank : ids) {
+    for (int32_t t = 0; t < tokens; ++t) {
+      const size_t first = of_rank.size();
+      while (of_rank.size() < first + top_k) {
+        const int32_t id = exponent == 0 ? next++ % slots.num_experts : any(rng);
+        if (std::find(of_rank.begin() + first, of_rank.end(), id) == of_rank.end()) {
+          of_rank.push_back(id);
+        }
+      }
+    }
+  }
+  return ids;
+}
+
+double imbalance(const MoeProblem& p) {
+  const std::vector<int32_t> counts = count_ids(p.config(false), p.ids);
+  std::vector<double> load(p.slots.num_ranks, 0);
+  double total = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    load[i % p.slots.num_experts / p.slots.num_home()] += counts[i];
+    total += counts[i];
+  }
+  return *std::max_element(load.begin(), load.end()) * load.size() / total;
+}
+
+void check(const MoeProblem& p, MoeWorld& world, const MoeRun& run) {
+  const std::vector<uint8_t> y = world.call(run);
+  std::string why = world.check_state();
+  MoeProblem first = p;
+  first.num_tokens = std::min(p.num_tokens, kCheckedTokens);
+  first.ids = {std::vector<int32_t>(p.ids[0].begin(), p.ids[0].begin() + first.num_routes())};
+  if (why.empty()) why = Expected(first, 1).compare(first, y);
+  if (why.empty()) return;
+  std::fprintf(stderr, "wrong: %s\n", why.c_str());
+  std::exit(3);
+}
+
+struct Timing {
+  double ms;
+  std::vector<uint64_t> stamps;  // of device 0, of the last call
+};
+
+Timing time_calls(MoeWorld& world, const MoeRun& run) {
+  const size_t count = world.devices.size();
+  std::vector<cudaEvent_t> begins(count), ends(count);
+  for (size_t d = 0; d < count; ++d) {
+    CHECK_CUDA(cudaSetDevice(world.devices[d]->gpu));
+    CHECK_CUDA(cudaEventCreate(&begins[d]));
+    CHECK_CUDA(cudaEventCreate(&ends[d]));
+  }
+  MoeRun timed = run;
+  if (run.by_kernels) timed.starts = begins.data();
+  std::vector<double> times;
+  for (int i = 0; i < kWarmUps + kRepeats; ++i) {
+    world.prepare(timed);
+    if (!run.by_kernels) world.sync();  // replicas are there, READY has come
+    for (size_t d = 0; d < count; ++d) {
+      const MoeDevice& device = *world.devices[d];
+      CHECK_CUDA(cudaSetDevice(device.gpu));
+      if (!run.by_kernels) {
+        spin_kernel<<<1, 1, 0, device.main>>>(kLaunchNs);
+        CHECK_CUDA(cudaEventRecord(begins[d], device.main));
+      }
+      world.fused(d, timed);
+      CHECK_CUDA(cudaEventRecord(ends[d], device.main));
+    }
+    world.sync();
+    double slowest = 0;
+    for (size_t d = 0; d < count; ++d) {
+      float ms = 0;
+      CHECK_CUDA(cudaEventElapsedTime(&ms, begins[d], ends[d]));
+      slowest = std::max<double>(slowest, ms);
+    }
+    if (i >= kWarmUps) times.push_back(slowest);
+  }
+  const std::string why = world.check_state();
+  if (!why.empty()) {
+    std::fprintf(stderr, "failed while timed: %s\n", why.c_str());
+    std::exit(3);
+  }
+  for (size_t d = 0; d < count; ++d) {
+    CHECK_CUDA(cudaEventDestroy(begins[d]));
+    CHECK_CUDA(cudaEventDestroy(ends[d]));
+  }
+  return {median(times), world.devices[0]->stamps.get()};
+}
+
+double to_us(const Timing& t, MoeStamp from, MoeStamp to) {
+  const uint64_t a = t.stamps[static_cast<int>(from)], b = t.stamps[static_cast<int>(to)];
+  return b > a ? (b - a) / 1000.0 : 0;
+}
+
+void print(const char* bench, const char* model, const char* arm, const MoeProblem& p,
+           int32_t num_devices, const Timing& t) {
+  size_t rows = 0;
+  for (const auto& ids : p.ids) rows += ids.size();
+  const double flops = 6.0 * rows * p.hidden * p.intermediate / num_devices;
+  const double tflops = flops / t.ms / 1e9;
+  const auto part = [&](MoeStamp stamp) {
+    double all = 0;
+    for (MoeStamp s : {MoeStamp::kGemmInner, MoeStamp::kGemmHidden, MoeStamp::kIdle}) {
+      all += t.stamps[static_cast<int>(s)];
+    }
+    return all > 0 ? t.stamps[static_cast<int>(stamp)] / all : 0;
+  };
+  std::printf(
+      "{\"bench\": \"%s\", \"model\": \"%s\", \"arm\": \"%s\", \"ranks\": %d, \"devices\": %d, "
+      "\"tokens\": %d, \"rows\": %zu, \"imbalance\": %.3f, \"ms\": %.3f, \"tflops\": %.1f, "
+      "\"of_dense\": %.3f, \"dispatch_us\": %.1f, \"schedule_us\": %.1f, \"tiles_us\": %.1f, "
+      "\"gate_us\": %.1f, \"combine_us\": %.1f, \"gemm1\": %.3f, \"gemm2\": %.3f, "
+      "\"idle\": %.3f, \"wait_rows\": %.4f, \"wait_h\": %.4f, \"wait_ready\": %.4f}\n",
+      bench, model, arm, p.slots.num_ranks, num_devices, p.num_tokens, rows, imbalance(p), t.ms,
+      tflops, best_dense > 0 ? tflops / best_dense : 0.0,
+      to_us(t, MoeStamp::kBeginNs, MoeStamp::kDispatchNs),
+      to_us(t, MoeStamp::kDispatchNs, MoeStamp::kExpertsNs),
+      to_us(t, MoeStamp::kExpertsNs, MoeStamp::kTilesEndNs),
+      to_us(t, MoeStamp::kTilesEndNs, MoeStamp::kGateNs),
+      to_us(t, MoeStamp::kGateNs, MoeStamp::kEndNs), part(MoeStamp::kGemmInner),
+      part(MoeStamp::kGemmHidden), part(MoeStamp::kIdle), part(MoeStamp::kWaitRows),
+      part(MoeStamp::kWaitInner), part(MoeStamp::kWaitReady));
+  std::fflush(stdout);
+}
+
+void bench_dense() {
+  cudaStream_t stream;
+  CHECK_CUDA(cudaSetDevice(0));
+  CHECK_CUDA(cudaStreamCreate(&stream));
+  bench::Cublas cublas;
+  if (!cublas.init(stream)) {
+    std::printf("{\"skipped\": \"dense\", \"why\": \"no libcublas; set ISER_CUBLAS_LIBRARY\"}\n");
+    return;
+  }
+  cudaEvent_t begin, end;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  const int shapes[][3] = {
+      {8192, 8192, 8192}, {49152, 3072, 7168}, {49152, 6144, 7168}, {49152, 7168, 3072}};
+  for (const auto& [m, n, k] : shapes) {
+    DeviceArray<uint16_t> a(size_t(m) * k), b(size_t(n) * k), c(size_t(m) * n);
+    fill_random(DType::kBF16, a.data, a.count, 1, 0, 1.0f);
+    fill_random(DType::kBF16, b.data, b.count, 2, 0, 1.0f / 64);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    std::vector<double> times;
+    for (int i = 0; i < kWarmUps + kRepeats; ++i) {
+      CHECK_CUDA(cudaEventRecord(begin, stream));
+      if (!cublas.gemm(a.data, b.data, c.data, m, n, k)) return;
+      CHECK_CUDA(cudaEventRecord(end, stream));
+      CHECK_CUDA(cudaStreamSynchronize(stream));
+      float ms = 0;
+      CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+      if (i >= kWarmUps) times.push_back(ms);
+    }
+    const double tflops = 2.0 * m * n * k / median(times) / 1e9;
+    best_dense = std::max(best_dense, tflops);
+    std::printf(
+        "{\"bench\": \"dense\", \"m\": %d, \"n\": %d, \"k\": %d, \"ms\": %.3f, \"tflops\": %.1f, "
+        "\"cublas\": %d}\n",
+        m, n, k, median(times), tflops, cublas.version());
+    std::fflush(stdout);
+  }
+}
+
+// A rank's share of EP8: its experts, and as many rows as balanced routing sends it.
+void bench_share() {
+  for (const Model& model : kModels) {
+    for (double exponent : {0.0, 0.4}) {
+      for (int32_t tokens : {512, 2048, 8192}) {
+        const int32_t experts = model.experts / 8;
+        MoeProblem p{{1, experts, 0},
+                     std::min(model.top_k, experts),
+                     model.hidden,
+                     model.intermediate,
+                     tokens};
+        p.ids = draw(p.slots, tokens, p.top_k, exponent, 1);
+        MoeWorld world(p, 1, 1);
+        MoeRun run;
+        run.is_balanced = false;
+        check(p, world, run);
+        for (int32_t rows : {256, 128}) {
+          run.options.tile_rows = rows;
+          const std::string arm =
+              std::string(exponent == 0 ? "even" : "skewed") + ", tiles of " + std::to_string(rows);
+          print("share", model.name, arm.c_str(), p, 1, time_calls(world, run));
+        }
+      }
+    }
+  }
+}
+
+void bench_arms(const char* bench, const Model& model, MoeProblem p, int32_t num_devices) {
+  const MoeRun off = [] {
+    MoeRun run;
+    run.is_balanced = false;
+    return run;
+  }();
+  MoeRun included;
+  included.by_kernels = true;
+  {
+    MoeWorld world(p, num_devices, num_devices);
+    check(p, world, off);
+    print(bench, model.name, "off", p, num_devices, time_calls(world, off));
+    print(bench, model.name, "installed", p, num_devices, time_calls(world, MoeRun{}));
+    print(bench, model.name, "off", p, num_devices, time_calls(world, off));
+  }
+  {
+    MoeWorld world(p, num_devices, num_devices);  // its generations are the kernels'
+    check(p, world, included);
+    print(bench, model.name, "included", p, num_devices, time_calls(world, included));
+  }
+  p.ids = draw(p.slots, p.num_tokens, p.top_k, 0, 1);
+  MoeWorld world(p, num_devices, num_devices);
+  print(bench, model.name, "balanced", p, num_devices, time_calls(world, off));
+}
+
+void bench_ranks() {
+  const Model model = kModels[2];
+  for (double exponent : {0.2, 0.5, 0.8}) {
+    MoeProblem p{{8, model.experts, 3}, model.top_k, model.hidden, model.intermediate, 2048};
+    p.ids = draw(p.slots, p.num_tokens, p.top_k, exponent, 2);
+    bench_arms("ranks", model, p, 1);
+  }
+}
+
+void bench_pair() {
+  if (num_gpus < 2) {
+    std::printf("{\"skipped\": \"pair\", \"why\": \"needs two GPUs\"}\n");
+    return;
+  }
+  const Model model = kModels[0];
+  for (double exponent : {0.0, 0.8}) {
+    MoeProblem p{{2, 96, 3}, model.top_k, model.hidden, model.intermediate, 8192};
+    p.ids = draw(p.slots, p.num_tokens, p.top_k, exponent, 3);
+    bench_arms("pair", model, p, 2);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string words;
+  for (int i = 1; i < argc; ++i) {
+    const std::string arg = argv[i];
+    if (arg == "--gpus" && i + 1 < argc) {
+      num_gpus = std::atoi(argv[++i]);
+    } else {
+      words += " " + arg;
+    }
+  }
+  int found = 0;
+  CHECK_CUDA(cudaGetDeviceCount(&found));
+  num_gpus = std::min(num_gpus, found);
+  for (int a = 0; a < num_gpus; ++a) {
+    CHECK_CUDA(cudaSetDevice(a));
+    CHECK_CUDA(prepare_fused());
+    CHECK_CUDA(prepare_replication());
+    for (int b = 0; b < num_gpus; ++b) {
+      if (a != b) CHECK_CUDA(cudaDeviceEnablePeerAccess(b, 0));
+    }
+  }
+  const auto has = [&](const char* word) {
+    return words.empty() || words.find(word) != std::string::npos;
+  };
+  if (has("dense")) bench_dense();
+  if (has("share")) bench_share();
+  if (has("ranks")) bench_ranks();
+  if (has("pair")) bench_pair();
+  return 0;
+}
