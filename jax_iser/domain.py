@@ -243,7 +243,7 @@ STAGES = ("counts", "staging", "dispatch", "READY")
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """One call on one device; times are `time.monotonic_ns()`.
+    """One call on one device; times are `time.monotonic_ns()`, on GPUs the device's clock in ns.
 
     `started`: start was called. `planned`: its plan was known. `copy_begin`, `copy_end`: the
     device's copies, up to its READY. `fused_called`: fused_moe was called, so the shared expert had

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <thread>
@@ -20,6 +21,7 @@ namespace nb = nanobind;
 namespace iser {
 namespace {
 
+using cuda::CallTimes;
 using cuda::DeviceRuntime;
 using cuda::DomainPart;
 using cuda::DomainSetup;
@@ -132,6 +134,24 @@ class CudaPart {
     return nb::bytes(bytes.data(), bytes.size());
   }
 
+  // Rows of `Timeline`, oldest first: calls that have ended.
+  nb::list read_timelines() const {
+    std::vector<CallTimes> times(cuda::kNumTimes);
+    cuda::read_memory(runtime_, cuda::times_address(setup_, segment()), times.data(),
+                      times.size() * sizeof(CallTimes));
+    std::sort(times.begin(), times.end(), [](const CallTimes& a, const CallTimes& b) {
+      return static_cast<int32_t>(a.generation - b.generation) < 0;
+    });
+    nb::list rows;
+    for (const CallTimes& t : times) {
+      if (t.finished == 0) continue;
+      rows.append(nb::make_tuple(part_.device * setup_.ranks_per_device, t.generation, t.layer,
+                                 t.started, t.planned, t.copy_begin, t.copy_end, t.fused_called,
+                                 t.ready_seen, t.finished));
+    }
+    return rows;
+  }
+
   // Whether COPY runs dry within so many seconds.
   bool wait_idle(double seconds) const {
     nb::gil_scoped_release release;
@@ -193,6 +213,7 @@ void bind_cuda_domain(nb::module_& m) {
            [](CudaPart& part, int rank) {
              part.fail({static_cast<int32_t>(ErrorCode::kClosed), rank, -1, -1, 0, 0, 0, 0});
            })
+      .def("read_timelines", &CudaPart::read_timelines)
       .def("stall", &CudaPart::stall)
       .def("read_helper", &CudaPart::read_helper);
   m.def("open_device", [](int ordinal, uint32_t mark) { cuda::open_device(ordinal, mark); });

@@ -25,7 +25,8 @@ Host& host() {
 
 // The device's own part behind its blocks.
 struct PrivateLayout {
-  size_t table, call, stalls, topk_ids, route_slot, broadcasts, quota, scalars, loads, slot_tables;
+  size_t table, call, stalls, times, topk_ids, route_slot, broadcasts, quota, scalars, loads,
+      slot_tables;
   size_t total;
 };
 
@@ -42,6 +43,7 @@ PrivateLayout private_layout(const DomainSetup& setup) {
   layout.table = take(sizeof(DeviceTable));
   layout.call = take(sizeof(CallState));
   layout.stalls = take(sizeof(uint64_t) * local * static_cast<int>(Stage::kNumStages));
+  layout.times = take(sizeof(CallTimes) * kNumTimes);
   layout.topk_ids = take(sizeof(int32_t) * routes);
   layout.route_slot = take(sizeof(int32_t) * routes);
   layout.broadcasts = take(sizeof(Broadcast) * rows);
@@ -93,6 +95,7 @@ DeviceTable make_table(const DomainSetup& setup, const DomainPart& part) {
   table.plan = plan_outputs(setup, layout, base);
   if (setup.is_resident) table.slot_tables = at<uint8_t>(base, layout.slot_tables);
   table.stalls = at<uint64_t>(base, layout.stalls);
+  table.times = at<CallTimes>(base, layout.times);
   for (size_t d = 0; d < part.segments.size(); ++d) {
     table.heads[d] = at<DeviceHead>(part.segments[d], 0);
     for (int32_t v = 0; v < setup.ranks_per_device; ++v) {
@@ -242,6 +245,10 @@ uint64_t stall_address(const DomainSetup& setup, uint64_t segment, int32_t local
   const int32_t index =
       local_idx * static_cast<int32_t>(Stage::kNumStages) + static_cast<int32_t>(stage);
   return private_address(setup, segment) + private_layout(setup).stalls + sizeof(uint64_t) * index;
+}
+
+uint64_t times_address(const DomainSetup& setup, uint64_t segment) {
+  return private_address(setup, segment) + private_layout(setup).times;
 }
 
 size_t device_bytes(const DomainSetup& setup) {

@@ -102,6 +102,7 @@ uint32_t take_misuse(DeviceRuntime& runtime);
 // Where things lie in a device's memory.
 uint64_t head_address(uint64_t segment);
 uint64_t block_address(const DomainSetup& setup, uint64_t segment, int32_t local_idx);
+uint64_t times_address(const DomainSetup& setup, uint64_t segment);
 uint64_t stall_address(const DomainSetup& setup, uint64_t segment, int32_t local_idx, Stage stage);
 
 // "what: name of the error", thrown where the call failed.

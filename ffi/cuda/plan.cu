@@ -312,6 +312,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       *outputs.status = 0;
       *outputs.generation = generation;
       table.head()->generation = generation;
+      if (!call.is_plan_only) table.times_of(generation).planned = global_ns();
     }
   }
   if (call.is_plan_only && cta == 0 && threadIdx.x < 32) {

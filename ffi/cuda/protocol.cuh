@@ -78,6 +78,14 @@ struct CallState {
   uint32_t ctas_done;    // of the copy kernel; every launch leaves it zero
 };
 
+// Moments of one call on one device, %globaltimer ns; 0 where it has not come to them.
+struct CallTimes {
+  uint32_t generation;
+  int32_t layer;
+  uint64_t started, planned, copy_begin, copy_end, fused_called, ready_seen, finished;
+};
+constexpr uint32_t kNumTimes = 4096;  // calls that a device remembers
+
 // All addresses as this device sees them; in device memory, written once when the Domain is made.
 struct DeviceTable {
   DomainShape shape;
@@ -94,12 +102,14 @@ struct DeviceTable {
   int32_t* topk_ids;     // [V*max_tokens, top_k]: start's operand, which XLA may reuse
   PlanOutputs plan;      // of the call in flight
   uint8_t* slot_tables;  // one a bank, slot_table_bytes apart; null unless resident
+  CallTimes* times;      // [kNumTimes], by generation
   uint64_t* stalls;      // [V, kNumStages] ns by which the next arrival comes late, for fault tests
   DeviceHead* heads[kMaxDevices];
   uint8_t* blocks[kMaxRanks];
 
   ISER_HD DeviceHead* head() const { return heads[device]; }
   ISER_HD BlockView block(int32_t rank) const { return {blocks[rank], &layout}; }
+  ISER_HD CallTimes& times_of(uint32_t generation) const { return times[generation % kNumTimes]; }
 };
 
 // How programs name Domains: their operand's words are looked up in memory that a device keeps for

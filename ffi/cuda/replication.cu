@@ -28,7 +28,10 @@ __device__ void publish(const Context& context) {
   const DeviceTable& table = context.table;
   if (threadIdx.x == 0) {
     const bool is_last = count_done(&table.call->ctas_done) == gridDim.x - 1;
-    if (is_last) table.call->ctas_done = 0;
+    if (is_last) {
+      table.call->ctas_done = 0;
+      table.times_of(context.generation).copy_end = global_ns();
+    }
     is_arriving = is_last && !has_failed(table);
   }
   __syncthreads();
@@ -45,6 +48,9 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceTable* table = launch.cell->table;
   if (!table) return;
   const Context context = prepare(launch, *table, dynamic_shared);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    table->times_of(context.generation).copy_begin = global_ns();
+  }
   const int32_t warp = threadIdx.x / 32, ring = warp / 2;
   if (ring == kNumRings) {
     if (!context.is_bulk) copy_plain(context);

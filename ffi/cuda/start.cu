@@ -41,6 +41,10 @@ __global__ void __launch_bounds__(kStartThreads) start_kernel(const StartLaunch 
     }
     if (table) {
       check_call(*table, launch, params);
+      const uint32_t generation = load_relaxed(&table->head()->generation) + 1;
+      if (!launch.is_plan_only) {
+        table->times_of(generation) = {generation, params.layer, global_ns(), 0, 0, 0, 0, 0, 0};
+      }
       table->call->params = params;
       table->call->is_in_flight = !launch.is_plan_only;
     }

@@ -70,6 +70,7 @@ struct TestDevice {
   DeviceArray<int32_t> topk_ids, route_slot, broadcasts, quota, load_before, load, scalars;
   DeviceArray<int64_t> stamps;
   DeviceArray<uint64_t> stalls;
+  DeviceArray<CallTimes> times;
   DeviceArray<CallState> state;
   DeviceArray<CallCell> cell;
   PlanGrid grid;
@@ -89,6 +90,7 @@ struct TestDevice {
         scalars(3),
         stamps(static_cast<size_t>(num_local) * 16 * static_cast<int>(PlanStamp::kNumStamps)),
         stalls(static_cast<size_t>(num_local) * static_cast<int>(Stage::kNumStages)),
+        times(kNumTimes),
         state(1),
         cell(1) {
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -154,6 +156,7 @@ struct TestDomain {
       table.plan = devices[d]->outputs();
       table.slot_tables = s.resident ? devices[d]->slot_tables.data : nullptr;
       table.stalls = devices[d]->stalls.data;
+      table.times = devices[d]->times.data;
       for (size_t other = 0; other < devices.size(); ++other) {
         table.heads[other] = reinterpret_cast<DeviceHead*>(devices[other]->head.data);
         for (int32_t v = 0; v < num_local; ++v) {

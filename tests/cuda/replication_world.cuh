@@ -160,10 +160,11 @@ class World {
                           kTableAt = 256,
                           kStallsAt = kTableAt + (sizeof(DeviceTable) + 127) / 128 * 128;
 
-  size_t rows_at() const {
+  size_t times_at() const {
     const size_t stalls = sizeof(uint64_t) * static_cast<int>(Stage::kNumStages);
     return kStallsAt + align_up(stalls * ranks_per_device, 128);
   }
+  size_t rows_at() const { return times_at() + align_up(sizeof(CallTimes) * kNumTimes, 128); }
 
   Device make_device(int, int gpu) const {
     Device device{gpu, nullptr, nullptr, nullptr, nullptr};
@@ -199,6 +200,7 @@ class World {
     table.plan.num_broadcasts = reinterpret_cast<int32_t*>(state + kCountAt);
     table.plan.generation = reinterpret_cast<uint32_t*>(state + kGenerationAt);
     table.stalls = reinterpret_cast<uint64_t*>(state + kStallsAt);
+    table.times = reinterpret_cast<CallTimes*>(state + times_at());
     for (int d = 0; d < num_devices; ++d) table.heads[d] = head(d);
     for (int r = 0; r < shape.slots.num_ranks; ++r) table.blocks[r] = block(r).base;
     set(state + kTableAt, &table, 1);
