@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 ARGS ?=
 SETUP := @$(PYTHON) scripts/setup_env.py
 
-.PHONY: setup prefill test test-oldest test-newest lint format sanitize cuda wheels bench clean help
+.PHONY: setup prefill test test-oldest test-newest lint format sanitize cuda test-gpu wheels bench clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ sanitize: ## C++ tests under ASan, UBSan and TSan, after the sanitizers caught p
 
 cuda: setup ## the CUDA extension beside the sources, and its programs; needs nvcc, no GPU
 	@scripts/build_cuda.sh
+
+test-gpu: ## builds the CUDA extension for PYTHON and runs tests/gpu on this machine's GPUs
+	@PYTHON=$(PYTHON) scripts/test_gpu.sh $(PYTEST_ARGS)
 
 wheels: ## one wheel for each Python 3.11 to 3.13 found, in dist/
 	@$(PYTHON) scripts/build_wheels.py

@@ -12,6 +12,16 @@ _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_HAS_CUDA = "cuda" in os.environ["JAX_PLATFORMS"].split(",")
+if _HAS_CUDA:
+    # Domains take their memory of the driver, beside what XLA has.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # NCCL would make multicast objects, which can take the GPUs of a shared host out of service.
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    # Equal products compile alike, whatever else their program holds; and compile faster.
+    os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
+# Runs tests/gpu on so many forced CPU devices in place of GPUs, but for what only GPUs do.
+_STAND_INS = "ISER_TEST_GPUS_ON_CPU"
 
 # Programs that tests start find what tests share and the package under test from any folder, and
 # not the bare sources of the folder they start in, which have no extension module.
@@ -28,12 +38,16 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 def _why_no_gpu() -> str | None:
     """Why tests marked gpu cannot run here, or None."""
+    if os.environ.get(_STAND_INS):
+        return None
     if shutil.which("nvidia-smi") is None:
         return "no NVIDIA driver (nvidia-smi) found"
     try:
         import jax_iser._iser_cuda  # noqa: F401
     except ImportError as error:
         return f"the CUDA extension is not built: {error}"
+    if not _HAS_CUDA:
+        return "jax runs on CPUs alone; set JAX_PLATFORMS=cuda,cpu (scripts/test_gpu.sh does)"
     return None
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_iser
+from jax_iser.groups import group_levels
 from jax_iser.replay import workloads
 
 AXIS = "ep"
@@ -94,14 +95,14 @@ def make_problem(
 
 
 @functools.cache
-def mesh_of(num_devices: int) -> Mesh:
+def mesh_of(num_devices: int, platform: str | None = None) -> Mesh:
     """The first devices along one axis."""
-    return Mesh(np.array(jax.devices()[:num_devices]), (AXIS,))
+    return Mesh(np.array(jax.devices(platform)[:num_devices]), (AXIS,))
 
 
-def make_domain(problem: Problem, *, ranks_per_device=1, **knobs) -> jax_iser.Domain:
+def make_domain(problem: Problem, *, ranks_per_device=1, platform=None, **knobs) -> jax_iser.Domain:
     """A Domain that fits the problem, with limits that end a test in time."""
-    mesh = mesh_of(problem.num_ranks // ranks_per_device)
+    mesh = mesh_of(problem.num_ranks // ranks_per_device, platform)
     limits = {"timeout_s": 60.0, "startup_timeout_s": 60.0}
     sizes = problem.sizes | limits | {"ranks_per_device": ranks_per_device} | knobs
     return jax_iser.Domain(mesh, AXIS, **sizes)
@@ -164,6 +165,50 @@ def assert_same_bits(found, expected, what="output"):
             f"{what} differs in {int(differs.sum())} of {differs.size} elements, first at {at}: "
             f"{found[at]!r}, expected {expected[at]!r}"
         )
+
+
+def bundle(problem: Problem, expert: int, layer=None) -> bytes:
+    """What a replica of the expert holds."""
+    planes = [plane if layer is None else plane[layer] for plane in problem.weights]
+    return b"".join(np.ascontiguousarray(plane[expert]).tobytes() for plane in planes)
+
+
+def assert_replicas(domain, problem: Problem, plan, layer=0, weights_layer=None) -> int:
+    """Every member but the owner holds the expert's very bytes. Returns how many there are."""
+    levels, count = group_levels(problem.num_ranks, domain.config.min_group_size), 0
+    for row in plan.broadcasts[: plan.num_broadcasts]:
+        expert, owner, level, group, helper, _ = (int(value) for value in row)
+        expected = np.frombuffer(bundle(problem, expert, weights_layer), np.uint8)
+        for rank in set(levels[level].members(group)) - {owner}:
+            found = np.frombuffer(domain.helper(rank, layer, helper), np.uint8)
+            what = f"replica of expert {expert} of rank {owner} in slot {helper} of rank {rank}"
+            assert_same_bits(found, expected, f"{what}, layer {layer}")
+            count += 1
+    return count
+
+
+@functools.cache
+def jitted_plan(mesh, **options):
+    """The compiled `plan` on every device; each device's own copy of all fields, stacked."""
+
+    def on_device(ids, handle):
+        return jax.tree.map(lambda a: a[None], jax_iser.plan(ids, handle, **options))
+
+    return jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(P(AXIS), P(AXIS)),
+            out_specs=P(AXIS),
+            check_vma=False,
+        )
+    )
+
+
+def run_plan(problem: Problem, *, domain, **options):
+    """The `Plan` of the problem's routes, fields `[devices, ...]`, as NumPy arrays."""
+    found = jitted_plan(domain.mesh, **options)(problem.topk_ids, domain.handle)
+    return jax.tree.map(np.asarray, found)
 
 
 def assert_same_plan(found, expected, fields=None):
