@@ -12,6 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v "${PYTHON:-python3}")
+python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")
 build=build/gpu
 
 if [[ ${ISER_SKIP_BUILD:-} != 1 ]]; then

@@ -33,6 +33,16 @@ def pytest_runtest_logstart(nodeid):
     _note(nodeid)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    """Says at once what failed, since the summary may never come."""
+    if _log is None or not report.failed or not report.longrepr:
+        return
+    print(f"\n== {report.nodeid} failed in {report.when}:\n{report.longreprtext}", flush=True)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    report.longrepr = crash.message if crash else report.longreprtext[-300:]
+
+
 def pytest_sessionfinish(exitstatus):
     """The last line says that no test is left."""
     if exitstatus in (0, 1, 5):
