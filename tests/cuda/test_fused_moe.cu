@@ -99,9 +99,10 @@ void test_first() {
     test_case(text("first: plain, %d rows, D=I=%d", rows, 64), p, {with_engine(MoeEngine::kPlain)});
     test_case(text("first: tensor, %d rows, D=I=%d", rows, 64), p, {on()});
   }
-  MoeProblem deep = make_problem({1, 1, 0}, 1, 1024, 448, 256, 0, 1);
+  const int hidden = is_small ? 320 : 1024, inner = is_small ? 256 : 448;
+  MoeProblem deep = make_problem({1, 1, 0}, 1, hidden, inner, 256, 0, 1);
   for (int32_t& id : deep.ids[0]) id = 0;
-  test_case("first: tensor, 256 rows, D=1024 I=448", deep, {on()});
+  test_case(text("first: tensor, 256 rows, D=%d I=%d", hidden, inner), deep, {on()});
 }
 
 void test_sizes() {

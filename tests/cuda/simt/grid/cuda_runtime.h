@@ -1,0 +1,341 @@
+// Enough of CUDA and of a Hopper SM to run whole kernels on a CPU, a fiber for each thread and a
+// CPU thread for each of a few resident CTAs. Streams are synchronous. Tensor copies land some time
+// after they are issued, and wgmma reads its operands when somebody waits for it, so that an early
+// release of a buffer is found out. Not modelled: memory order, proxies, register counts.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#define ISER_SIMT 1
+#define __CUDACC__ 1
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+};
+inline thread_local dim3 threadIdx, blockDim, blockIdx, gridDim;
+
+namespace simt {
+
+constexpr size_t kStackBytes = 96 << 10, kSharedBytes = 227 << 10;
+constexpr uint32_t kStaticBase = 1u << 24;  // addresses of shared memory that is not dynamic
+constexpr unsigned kResidentCtas = 6;
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  bool is_done = false;
+};
+
+struct Meeting {
+  uint32_t arrived = 0, generation = 0;
+};
+
+struct Barrier {
+  uint32_t count = 0, pending = 0, parity = 0;
+  int64_t bytes = 0;
+
+  void settle() {
+    if (pending != 0 || bytes != 0) return;
+    parity ^= 1;
+    pending = count;
+  }
+};
+
+struct Mma {
+  std::vector<float*> accumulators;  // [128 * 96]
+  uint64_t a, b;
+  bool adds;
+};
+
+struct WarpGroup {
+  std::vector<float*> accumulators;  // of the product that is being issued
+  std::vector<Mma> open;
+  std::deque<std::vector<Mma>> groups;
+  Meeting meeting;
+};
+
+// A CTA; one CPU thread runs it.
+struct Cta {
+  std::vector<Fiber> fibers;
+  std::vector<Meeting> warps;
+  std::vector<uint64_t> values, snapshots;
+  std::vector<uint64_t> stores;  // addresses and words of stmatrix
+  Meeting block, named[16];
+  std::unordered_map<uint32_t, Barrier> barriers;
+  std::vector<WarpGroup> groups;
+  std::vector<std::function<void()>> landing;  // tensor copies under way
+  std::vector<void*> statics;
+  uint8_t* shared = nullptr;
+  ucontext_t scheduler;
+  unsigned current = 0, idle = 0;
+  std::mt19937 rng{1};
+};
+
+inline thread_local Cta* cta = nullptr;
+
+inline void yield() {
+  const unsigned self = cta->current;
+  swapcontext(&cta->fibers[self].context, &cta->scheduler);
+  cta->current = self;
+  threadIdx.x = self;
+}
+
+inline void meet(Meeting& meeting, uint32_t count) {
+  const uint32_t generation = meeting.generation;
+  if (++meeting.arrived == count) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+    cta->idle = 0;
+    return;
+  }
+  while (meeting.generation == generation) yield();
+}
+
+inline Meeting& own_warp() { return cta->warps[threadIdx.x / 32]; }
+
+inline const uint64_t* exchange(uint64_t value) {
+  Cta& c = *cta;
+  const unsigned self = c.current, warp = self / 32;
+  const uint32_t lanes = std::min(32u, blockDim.x - 32 * warp);
+  c.values[self] = value;
+  meet(c.warps[warp], lanes);
+  std::copy_n(&c.values[warp * 32], lanes, &c.snapshots[self * 32]);
+  meet(c.warps[warp], lanes);
+  return &c.snapshots[self * 32];
+}
+
+inline uint8_t* dynamic_shared() { return cta->shared; }
+
+inline uint32_t to_shared(const void* pointer) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(pointer);
+  if (bytes >= cta->shared && bytes < cta->shared + kSharedBytes) {
+    return static_cast<uint32_t>(bytes - cta->shared) + 128;  // a base that is not a multiple
+  }
+  for (size_t i = 0; i < cta->statics.size(); ++i) {
+    if (cta->statics[i] == pointer) return kStaticBase + static_cast<uint32_t>(i) * 1024;
+  }
+  cta->statics.push_back(const_cast<void*>(pointer));
+  return to_shared(pointer);
+}
+
+inline uint8_t* from_shared(uint32_t address) {
+  if (address >= kStaticBase) {
+    return static_cast<uint8_t*>(cta->statics[(address - kStaticBase) / 1024]);
+  }
+  if (address < 128 || address >= kSharedBytes + 128) {
+    std::fprintf(stderr, "simt: shared address %u\n", address);
+    std::abort();
+  }
+  return cta->shared + address - 128;
+}
+
+template <class Body>
+void run_cta(unsigned threads, const Body& body) {
+  Cta& c = *cta;
+  static thread_local const std::function<void()>* entry;
+  const std::function<void()> function = body;
+  entry = &function;
+  c.fibers = std::vector<Fiber>(threads);
+  c.warps.assign((threads + 31) / 32, {});
+  c.values.assign((threads + 31) / 32 * 32, 0);
+  c.snapshots.assign(static_cast<size_t>(threads + 31) / 32 * 32 * 32, 0);
+  c.stores.assign(threads * 5, 0);
+  c.groups = std::vector<WarpGroup>((threads + 127) / 128);
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& fiber = c.fibers[i];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = &c.scheduler;
+    makecontext(&fiber.context, static_cast<void (*)()>([] {
+      threadIdx.x = cta->current;
+      (*entry)();
+      cta->fibers[cta->current].is_done = true;
+      cta->idle = 0;
+      swapcontext(&cta->fibers[cta->current].context, &cta->scheduler);
+    }),
+                0);
+  }
+  const unsigned warps = (threads + 31) / 32;
+  const auto begin = std::chrono::steady_clock::now();
+  for (unsigned left = threads, turn = 0; left > 0; ++turn) {
+    const unsigned warp = c.rng() % warps;
+    for (unsigned i = warp * 32; i < std::min(threads, warp * 32 + 32); ++i) {
+      if (c.fibers[i].is_done) continue;
+      c.current = threadIdx.x = i;
+      swapcontext(&c.scheduler, &c.fibers[i].context);
+      left -= c.fibers[i].is_done;
+    }
+    if (!c.landing.empty() && c.rng() % 4 == 0) {
+      const size_t which = c.rng() % c.landing.size();
+      const auto land = std::move(c.landing[which]);
+      c.landing.erase(c.landing.begin() + which);
+      land();
+    }
+    if (turn % 4096 == 0 && std::chrono::steady_clock::now() - begin > std::chrono::minutes(2)) {
+      std::fprintf(stderr, "simt: a CTA has run for two minutes; its threads wait for ever\n");
+      std::abort();
+    }
+    if (turn % 64 == 0) std::this_thread::yield();
+  }
+  if (!c.landing.empty()) {
+    std::fprintf(stderr, "simt: a CTA ended before its tensor copies\n");
+    std::abort();
+  }
+}
+
+struct Launch {
+  dim3 grid, block;
+  size_t shared;
+
+  Launch(dim3 g, dim3 b, size_t s = 0, void* = nullptr) : grid(g), block(b), shared(s) {}
+
+  template <class Kernel, class... Args>
+  void run(Kernel kernel, const Args&... args) const {
+    std::atomic<unsigned> next{0};
+    const unsigned total = grid.x * grid.y;
+    const auto worker = [&](unsigned seed) {
+      Cta own;
+      own.rng.seed(seed + 7);
+      std::unique_ptr<uint8_t[]> memory(new uint8_t[kSharedBytes + 2048]);
+      own.shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024) % 1024;
+      cta = &own;
+      gridDim = grid;
+      blockDim = block;
+      for (unsigned i; (i = next++) < total;) {
+        std::memset(own.shared, 0xcd, kSharedBytes);
+        own.barriers.clear();
+        own.statics.clear();
+        own.block = {};
+        for (Meeting& meeting : own.named) meeting = {};
+        blockIdx = dim3(i % grid.x, i / grid.x, 0);
+        run_cta(block.x, [&] { kernel(args...); });
+      }
+      cta = nullptr;
+    };
+    std::vector<std::thread> workers;
+    for (unsigned i = 0; i < std::min(total, kResidentCtas); ++i) workers.emplace_back(worker, i);
+    for (std::thread& thread : workers) thread.join();
+  }
+
+  template <class Kernel, class... Args>
+  void run_plain(Kernel kernel, const Args&... args) const {
+    gridDim = grid;
+    blockDim = block;
+    for (unsigned i = 0; i < grid.x; ++i) {
+      blockIdx = dim3(i, 0, 0);
+      for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) kernel(args...);
+    }
+  }
+};
+
+}  // namespace simt
+
+inline void __syncthreads() {
+  simt::cta->idle = 0;
+  unsigned alive = 0;
+  for (const auto& fiber : simt::cta->fibers) alive += !fiber.is_done;
+  simt::meet(simt::cta->block, alive);
+}
+inline void __syncwarp() { simt::exchange(0); }
+inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int source) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  const uint64_t got = simt::exchange(bits)[source];
+  T result;
+  std::memcpy(&result, &got, sizeof(T));
+  return result;
+}
+inline unsigned __ballot_sync(unsigned, bool holds) {
+  const uint64_t* all = simt::exchange(holds);
+  unsigned ballot = 0;
+  for (int i = 0; i < 32; ++i) ballot |= static_cast<unsigned>(all[i]) << i;
+  return ballot;
+}
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float a) { return std::exp(a); }
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline uint64_t __cvta_generic_to_shared(const void* pointer) { return simt::to_shared(pointer); }
+inline uint64_t __cvta_generic_to_global(const void* pointer) {
+  return reinterpret_cast<uint64_t>(pointer);
+}
+inline int64_t clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+template <typename T>
+T atomicAdd(T* to, T value) {
+  return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
+}
+template <typename T>
+T atomicCAS(T* to, T expected, T value) {
+  __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+template <typename T>
+T atomicCAS_system(T* to, T expected, T value) {
+  return atomicCAS(to, expected, value);
+}
+template <typename T>
+T atomicMax(T* to, T value) {
+  T seen = __atomic_load_n(to, __ATOMIC_SEQ_CST);
+  while (seen < value && !__atomic_compare_exchange_n(to, &seen, value, false, __ATOMIC_SEQ_CST,
+                                                      __ATOMIC_SEQ_CST)) {
+  }
+  return seen;
+}
+
+#include "ptx.h"
+#include "runtime.h"

@@ -1,0 +1,228 @@
+// What the PTX of the sources does. The text is read: operands are those that it numbers.
+#pragma once
+
+namespace simt {
+
+struct Operand {
+  uint64_t bits;  // of an input
+  void* out;      // of an output
+};
+
+template <typename T>
+Operand in(T value) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return {bits, nullptr};
+}
+template <typename T>
+Operand out(T& value) {
+  return {0, &value};
+}
+template <typename T>
+Operand inout(T& value) {
+  return {0, &value};
+}
+
+// The numbers behind % in the text, in order.
+inline std::vector<int> numbered(const std::string& text) {
+  std::vector<int> numbers;
+  for (size_t i = 0; i + 1 < text.size(); ++i) {
+    if (text[i] == '%' && text[i + 1] >= '0' && text[i + 1] <= '9') {
+      numbers.push_back(std::atoi(text.c_str() + i + 1));
+    }
+  }
+  return numbers;
+}
+
+inline bool has(const std::string& text, const char* word) {
+  return text.find(word) != std::string::npos;
+}
+
+// As the encoder of runtime.h fills it.
+struct TensorMap {
+  uint8_t* base;
+  uint64_t size[3], stride[3];  // strides in bytes; of dimension 0 the element's
+  uint32_t box[3], rank;
+};
+
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+// A box of 128-byte rows, swizzled; zero where the tensor ends.
+inline void land_box(const TensorMap& map, uint32_t shared, const std::vector<int32_t>& at) {
+  if (shared % 1024 != 0 || map.box[0] * map.stride[0] != 128) {
+    std::fprintf(stderr, "simt: box at %u of rows of %llu bytes\n", shared,
+                 static_cast<unsigned long long>(map.box[0] * map.stride[0]));
+    std::abort();
+  }
+  for (uint32_t row = 0; row < map.box[1]; ++row) {
+    const uint64_t y = at[1] + row, z = map.rank == 3 ? at[2] : 0;
+    const bool is_inside = y < map.size[1] && (map.rank == 2 || z < map.size[2]);
+    for (uint32_t c = 0; c < map.box[0]; ++c) {
+      const uint64_t x = at[0] + c;
+      uint16_t element = 0;
+      if (is_inside && x < map.size[0]) {
+        std::memcpy(&element, map.base + z * map.stride[2] + y * map.stride[1] + x * 2, 2);
+      }
+      std::memcpy(from_shared(swizzled(shared + row * 128 + c * 2)), &element, 2);
+    }
+  }
+}
+
+inline float bf16_at(uint32_t address) {
+  uint16_t bits;
+  std::memcpy(&bits, from_shared(swizzled(address)), 2);
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+// One operand element as its descriptor places it.
+inline float operand_at(uint64_t descriptor, uint32_t row, uint32_t k) {
+  const uint32_t start = (descriptor & 0x3fff) << 4;
+  const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
+  if (descriptor >> 62 != 1) {
+    std::fprintf(stderr, "simt: descriptor without the 128-byte swizzle\n");
+    std::abort();
+  }
+  return bf16_at(start + row / 8 * stride + row % 8 * 128 + k * 2);
+}
+
+inline void multiply(const Mma& mma) {
+  static thread_local float a[64][16], b[192][16];
+  for (int k = 0; k < 16; ++k) {
+    for (int row = 0; row < 64; ++row) a[row][k] = operand_at(mma.a, row, k);
+    for (int row = 0; row < 192; ++row) b[row][k] = operand_at(mma.b, row, k);
+  }
+  for (int t = 0; t < 128; ++t) {
+    for (int i = 0; i < 96; ++i) {
+      const int row = t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8;
+      const int column = i / 4 * 8 + t % 4 * 2 + i % 2;
+      float& d = *mma.accumulators[t * 96 + i];
+      float sum = mma.adds ? d : 0.0f;
+      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[column][k];
+      d = sum;
+    }
+  }
+}
+
+inline void issue_mma(const std::vector<Operand>& operands, const std::vector<int>& order) {
+  WarpGroup& group = cta->groups[threadIdx.x / 128];
+  if (group.accumulators.empty()) group.accumulators.resize(128 * 96);
+  for (int i = 0; i < 96; ++i) {
+    group.accumulators[threadIdx.x % 128 * 96 + i] =
+        static_cast<float*>(operands[order[1 + i]].out);
+  }
+  const uint32_t generation = group.meeting.generation;
+  if (group.meeting.arrived == 127) {
+    group.open.push_back({group.accumulators, operands[order[97]].bits, operands[order[98]].bits,
+                          operands[order[0]].bits != 0});
+  }
+  meet(group.meeting, 128);
+  (void)generation;
+}
+
+inline void end_mma(uint32_t pending) {
+  WarpGroup& group = cta->groups[threadIdx.x / 128];
+  while (group.groups.size() > pending) {
+    for (const Mma& mma : group.groups.front()) multiply(mma);
+    group.groups.pop_front();
+  }
+}
+
+inline void store_matrix(const std::vector<Operand>& operands, const std::vector<int>& order) {
+  uint64_t* own = &cta->stores[threadIdx.x * 5];
+  for (int i = 0; i < 5; ++i) own[i] = operands[order[i]].bits;
+  __syncwarp();
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 * 32;
+  for (unsigned m = 0; m < 4; ++m) {
+    const uint32_t row = static_cast<uint32_t>(cta->stores[(warp + 8 * m + lane / 4) * 5]);
+    const uint32_t word = static_cast<uint32_t>(own[1 + m]);
+    if (row % 16 != 0) std::abort();
+    std::memcpy(from_shared(row) + lane % 4 * 4, &word, 4);
+  }
+  __syncwarp();
+}
+
+inline void barrier_op(const std::string& text, const std::vector<uint64_t>& v) {
+  Barrier& barrier = cta->barriers[static_cast<uint32_t>(v[0])];
+  if (has(text, "init")) {
+    barrier = {};
+    barrier.count = barrier.pending = static_cast<uint32_t>(v[1]);
+    return;
+  }
+  if (barrier.pending == 0) {
+    std::fprintf(stderr, "simt: more arrivals at a barrier than it counts\n");
+    std::abort();
+  }
+  if (has(text, "expect_tx")) barrier.bytes += v[1];
+  --barrier.pending;
+  barrier.settle();
+}
+
+inline void tensor_copy(const std::vector<uint64_t>& v) {
+  TensorMap map;
+  std::memcpy(&map, reinterpret_cast<const void*>(v[1]), sizeof map);
+  const uint32_t shared = static_cast<uint32_t>(v[0]), barrier = static_cast<uint32_t>(v.back());
+  std::vector<int32_t> at;
+  for (size_t i = 2; i + 1 < v.size(); ++i) at.push_back(static_cast<int32_t>(v[i]));
+  cta->landing.push_back([=] {
+    land_box(map, shared, at);
+    uint64_t bytes = 2;
+    for (uint32_t i = 0; i < map.rank; ++i) bytes *= map.box[i];
+    cta->barriers[barrier].bytes -= bytes;
+    cta->barriers[barrier].settle();
+  });
+}
+
+inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
+  const std::vector<int> order = numbered(text);
+  std::vector<uint64_t> v;
+  for (int i : order) v.push_back(operands.at(i).bits);
+  const auto word = [&](int i) { return reinterpret_cast<uint32_t*>(v.at(i)); };
+  if (text.empty()) return;  // pins a register
+  if (has(text, "ld.acquire") || has(text, "ld.relaxed")) {
+    yield();
+    *static_cast<uint32_t*>(operands[order[0]].out) = __atomic_load_n(word(1), __ATOMIC_SEQ_CST);
+  } else if (has(text, "st.release") || has(text, "st.relaxed")) {
+    __atomic_store_n(word(0), static_cast<uint32_t>(v.at(1)), __ATOMIC_SEQ_CST);
+  } else if (text.rfind("red.", 0) == 0) {
+    __atomic_fetch_add(word(0), static_cast<uint32_t>(v.at(1)), __ATOMIC_SEQ_CST);
+  } else if (has(text, "%globaltimer")) {
+    *static_cast<uint64_t*>(operands[0].out) = clock64();
+  } else if (has(text, "try_wait")) {
+    // "mbarrier.try_wait.parity p, [%1], %2" then "selp %0".
+    const bool is_over = cta->barriers[static_cast<uint32_t>(v.at(0))].parity != v.at(1);
+    if (!is_over) yield();
+    *static_cast<uint32_t*>(operands[order[2]].out) = is_over;
+  } else if (has(text, "mbarrier")) {
+    has(text, "fence") ? void() : has(text, "cp.async") ? tensor_copy(v) : barrier_op(text, v);
+    if (has(text, "cp.async") || has(text, "fence")) return;
+  } else if (has(text, "wgmma.mma_async")) {
+    issue_mma(operands, order);
+  } else if (has(text, "wgmma.commit")) {
+    WarpGroup& group = cta->groups[threadIdx.x / 128];
+    meet(group.meeting, 128);
+    if (threadIdx.x % 128 == 0) group.groups.push_back(std::move(group.open)), group.open.clear();
+    meet(group.meeting, 128);
+  } else if (has(text, "wgmma.wait_group")) {
+    __syncwarp();
+    end_mma(static_cast<uint32_t>(v.at(0)));
+    __syncwarp();
+  } else if (has(text, "stmatrix")) {
+    store_matrix(operands, order);
+  } else if (has(text, "tensormap.replace")) {
+    reinterpret_cast<TensorMap*>(from_shared(static_cast<uint32_t>(v.at(0))))->base =
+        reinterpret_cast<uint8_t*>(v.at(1));
+  } else if (has(text, "tensormap.cp_fenceproxy")) {
+    if (threadIdx.x % 32 == 0) {
+      std::memcpy(reinterpret_cast<void*>(v.at(0)), from_shared(static_cast<uint32_t>(v.at(1))),
+                  128);
+    }
+    __syncwarp();
+  } else if (has(text, "bar.sync")) {
+    meet(cta->named[1], static_cast<uint32_t>(v.at(0)));
+  } else if (!has(text, "fence") && !has(text, "setmaxnreg")) {
+    std::fprintf(stderr, "simt: unknown PTX: %s\n", text.c_str());
+    std::abort();
+  }
+}
+
+}  // namespace simt

@@ -1,0 +1,85 @@
+// The runtime's calls that the sources make: memory is the CPU's, streams are synchronous.
+#pragma once
+
+using cudaError_t = int;
+using cudaStream_t = struct FakeStream*;
+using cudaEvent_t = struct FakeEvent*;
+using cudaGraph_t = void*;
+using cudaGraphExec_t = void*;
+enum {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorNotSupported = 801,
+  cudaErrorCooperativeLaunchTooLarge = 720
+};
+enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDefault };
+enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaStreamCaptureModeThreadLocal };
+enum { cudaDevAttrMultiProcessorCount, cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault };
+struct cudaFuncAttributes {};
+
+constexpr int kFakeSms = 12;
+void* fake_map_encoder();  // in cuda.h
+
+inline const char* cudaGetErrorString(cudaError_t) { return "fake error"; }
+inline cudaError_t cudaGetLastError() { return 0; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, 0; }
+inline cudaError_t cudaSetDevice(int) { return 0; }
+inline cudaError_t cudaDeviceSynchronize() { return 0; }
+inline cudaError_t cudaDeviceEnablePeerAccess(int, int) { return 0; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = kFakeSms, 0; }
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int* a, int* b) { return *a = *b = 0; }
+template <class T>
+cudaError_t cudaMalloc(T** to, size_t bytes) {
+  *to = static_cast<T*>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  std::memset(static_cast<void*>(*to), 0xee, bytes);
+  return 0;
+}
+inline cudaError_t cudaFree(void* memory) {
+  std::free(memory);
+  return 0;
+}
+inline cudaError_t cudaMemset(void* to, int byte, size_t bytes) {
+  std::memset(to, byte, bytes);
+  return 0;
+}
+inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
+  return cudaMemset(to, byte, bytes);
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+  std::memcpy(to, from, bytes);
+  return 0;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, 0);
+}
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t*, int, int) { return 0; }
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, int) { return 0; }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return 0; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return 0; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, int) { return 0; }
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) { return 0; }
+inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return 0; }
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t*, cudaGraph_t, int) { return 0; }
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return 0; }
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return 0; }
+inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return 0; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, int) { return 0; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return 0; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return 0; }
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
+  return 0;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
+  return 0;
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned, int,
+                                                    cudaDriverEntryPointQueryResult* result) {
+  *entry = fake_map_encoder();
+  *result = cudaDriverEntryPointSuccess;
+  return 0;
+}

@@ -1,0 +1,111 @@
+"""The CUDA fused MoE kernels' own code on a CPU, against an oracle; needs no GPU.
+
+`tests/cuda/simt/grid` stands in for CUDA, PTX, TMA and wgmma; the program is the GPU's test
+program. A fault put into a copy of the sources must be noticed.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH or in CXX")
+
+FLAGS = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-pthread"]
+SOURCES = ["ffi/cuda/fused_moe.cu", "tests/cuda/test_fused_moe.cu"]
+CASES = ["refusals", "first", "plain: dtype 0", "sizes", "rows", "ranks", "waves", "layers"]
+
+# A name, a case that meets it, the file, what is right, what is wrong.
+FAULTS = {
+    "operands freed before they are multiplied": (
+        "first: tensor, 256",
+        "moe_tensor.cuh",
+        "        wgmma_wait<1>();\n      }\n      if (step > 0 && lane_ == 0) "
+        "mbarrier_arrive(&shared_.empty[before]);",
+        "        wgmma_wait<1>();\n      }\n      if (lane_ == 0) "
+        "mbarrier_arrive(&shared_.empty[steps_.at]);\n      if (false)",
+    ),
+    "tiles that do not wait for their rows": (
+        "first: tensor",
+        "moe_context.cuh",
+        "bool ok = is_inner ? wait_count(context, counters.rows_done + tile.block, tile.num_rows)",
+        "bool ok = is_inner ? true",
+    ),
+    "the wrong next columns of K": (
+        "first: tensor",
+        "moe_mma.cuh",
+        "kDescriptorStep = kMmaDepth * 2 >> 4",
+        "kDescriptorStep = kMmaDepth * 4 >> 4",
+    ),
+    "a wave that overwrites the one before": (
+        "waves: 1",
+        "moe_pull.cuh",
+        "  if (wave > 0) {",
+        "  if (false) {",
+    ),
+}
+
+
+def compile_objects(
+    root: pathlib.Path, out: pathlib.Path, sources: list[str]
+) -> list[pathlib.Path]:
+    translated = out / "translated"
+    names = [
+        str(path.relative_to(root))
+        for folder in ("ffi/cuda", "tests/cuda")
+        for path in (root / folder).glob("*.cu*")
+    ]
+    translate = [sys.executable, root / "tests/cuda/simt/translate.py", translated, *names]
+    subprocess.run(translate, cwd=root, check=True, timeout=60)
+    objects = []
+    for source in sources:
+        path = translated / source if source.endswith(".cu") else root / source
+        objects.append(out / f"{path.stem}.o")
+        include = [f"-I{translated}", f"-I{root}/tests/cuda/simt/grid", f"-I{root}"]
+        build = [CXX, *FLAGS, *include, "-x", "c++", "-c", path, "-o", objects[-1]]
+        built = subprocess.run(build, capture_output=True, text=True, timeout=300)
+        assert built.returncode == 0, built.stderr
+    return objects
+
+
+def link(objects: list[pathlib.Path], program: pathlib.Path) -> pathlib.Path:
+    subprocess.run([CXX, "-pthread", *objects, "-o", program], check=True, timeout=120)
+    return program
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    out = tmp_path_factory.mktemp("moe")
+    return compile_objects(ROOT, out, [*SOURCES, "tests/cuda/simt/grid/others.cc"])
+
+
+def run(program: pathlib.Path, case: str) -> subprocess.CompletedProcess:
+    command = [program, "--small", "--only", case]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_oracle(case, objects, tmp_path):
+    result = run(link(objects, tmp_path / "moe"), case)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(fault, objects, tmp_path):
+    case, name, right, wrong = FAULTS[fault]
+    for folder in ("ffi/core", "ffi/cuda", "tests/cuda"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    source = tmp_path / "ffi/cuda" / name
+    text = source.read_text()
+    assert right in text
+    source.write_text(text.replace(right, wrong))
+    changed = compile_objects(tmp_path, tmp_path, SOURCES[:1])
+    result = run(link([*changed, *objects[1:]], tmp_path / "moe"), case)
+    assert result.returncode != 0, result.stdout
