@@ -139,13 +139,15 @@ __device__ bool tags_agree(const DeviceTable& table, const CallTag& own, int32_t
   return false;
 }
 
-// The code of the error, once whoever met it has written it.
+// The code of the error, once whoever met it has written it, which its process may not live to do.
 __device__ int32_t error_code(const DeviceTable& table) {
   const ProcessWords* words = &table.head()->words;
   const uint64_t begin = global_ns();
   while (load_acquire(&words->aborted) == 2 && global_ns() - begin < 1'000'000) {
   }
-  return static_cast<int32_t>(load_relaxed(reinterpret_cast<const uint32_t*>(&words->error.code)));
+  const auto* code = reinterpret_cast<const uint32_t*>(&words->error.code);
+  const int32_t found = static_cast<int32_t>(load_relaxed(code));
+  return found != 0 ? found : static_cast<int32_t>(ErrorCode::kPeerDied);
 }
 
 // What `Plan` holds where there is none; `num_routes` of the device.
