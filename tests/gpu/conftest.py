@@ -11,6 +11,8 @@ import pathlib
 import pytest
 from gpu.on_gpus import EIGHT, IS_GPU, num_gpus
 
+from jax_iser import Domain
+
 _LOST = 66  # exit status of a process whose GPU is lost
 _log = pathlib.Path(os.environ["ISER_TEST_LOG"]) if "ISER_TEST_LOG" in os.environ else None
 
@@ -38,7 +40,8 @@ def pytest_runtest_logreport(report):
     """Says at once what failed, since the summary may never come."""
     if _log is None or not report.failed or not report.longrepr:
         return
-    print(f"\n== {report.nodeid} failed in {report.when}:\n{report.longreprtext}", flush=True)
+    print(f"\n== {report.nodeid} failed in {report.when}:\n{report.longreprtext}")
+    print(report.capstdout[-1500:], report.capstderr[-1500:], sep="", flush=True)
     crash = getattr(report.longrepr, "reprcrash", None)
     report.longrepr = crash.message if crash else report.longreprtext[-300:]
 
@@ -55,6 +58,20 @@ def _enough_gpus(request):
     place = spec.params.get("place") if spec else None
     if place is not None and place.gpus > num_gpus():
         pytest.skip(f"needs {place.gpus} GPUs, found {num_gpus()}")
+
+
+@pytest.fixture(autouse=True)
+def _failures_are_told(monkeypatch):
+    """What a Domain knows when it ends, which the test's own failure would hide."""
+    failure_of = Domain._failure
+
+    def tell(domain):
+        failure = failure_of(domain)
+        if failure is not None:
+            print(f"the Domain has failed: {failure}")
+        return failure
+
+    monkeypatch.setattr(Domain, "_failure", tell)
 
 
 @pytest.fixture
