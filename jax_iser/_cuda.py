@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import warnings
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax_iser.config import DomainConfig
 
 DEFAULT_COPY_SMS = 8
 _ids = itertools.count(1)  # of this process: handles are its own
-_BAD_HANDLE = 8
+_BAD_HANDLE, _STAGING = 8, 1
 _NO_EXTENSION = (
     "the Domain is on GPUs, but this build of jax_iser has no CUDA kernels; build it with "
     'ISER_CUDA=1 and nvcc (docs/building.md), or use method="reference"'
@@ -89,7 +90,7 @@ class CudaRuntime:
             part.publish()
 
     def wait_idle(self, wait_s: float) -> bool:
-        """Whether COPY of every GPU ran dry within so many seconds."""
+        """Whether every GPU ran what was enqueued within so many seconds."""
         return all(part.wait_idle(wait_s) for part in self._parts)
 
     def close(self, wait_s: float) -> None:
@@ -100,7 +101,11 @@ class CudaRuntime:
             self.wait_idle(wait_s + 10.0)
         for part in self._parts:
             part.remove()
-        self._release()
+        # What found the Domain before that may still be running.
+        if self.wait_idle(wait_s + 10.0):
+            self._release()
+        else:
+            warnings.warn("calls did not end; the memory of a Domain is left behind", stacklevel=2)
 
     def _release(self):
         self._memory.close()
@@ -139,7 +144,9 @@ class CudaRuntime:
         return part.read_helper(local_idx, bank, helper_idx)
 
     def stall(self, rank: int, stage: int, seconds: float) -> None:
-        """Delays the rank's next arrival."""
+        """Delays the rank's next arrival; GPUs stage nothing, so that "staging" has none."""
+        if stage == _STAGING:
+            raise ValueError("on GPUs no bundle is staged; stall counts, dispatch or READY")
         part, local_idx = self._find(rank)
         part.stall(local_idx, stage, seconds)
 

@@ -311,10 +311,10 @@ def _wait_for_results(devices):
 
     Each wait ends: the Domain's own have limits. Errors belong to whoever reads the results.
     """
-    devices = set(devices)
-    for array in jax.live_arrays():
+    here = set(devices)
+    for array in jax.live_arrays(devices[0].platform):
         try:
-            if devices & array.devices():
+            if here & array.devices():
                 array.block_until_ready()
         except RuntimeError:  # failed, deleted or donated meanwhile
             continue

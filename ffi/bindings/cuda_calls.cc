@@ -60,6 +60,27 @@ std::string take_cell(DeviceRuntime& runtime, cudaStream_t main, uint32_t* index
   return cuda_text(cudaStreamWaitEvent(main, runtime.copied[*index], 0), "waiting for a cell");
 }
 
+std::string record_left(DeviceRuntime& runtime, cudaStream_t main) {
+  return cuda_text(cudaEventRecord(runtime.left, main), "recording the call");
+}
+
+// For tests: NaN wherever fused_moe writes.
+std::string poison(const DomainSetup& setup, const cuda::FusedLaunch& launch, cudaStream_t main) {
+  const size_t rows = size_t{1} * setup.ranks_per_device * launch.num_tokens;
+  std::string error = cuda_text(
+      cudaMemsetAsync(launch.y, 0xff, rows * setup.shape.token_bytes(), main), "poisoning");
+  if (error.empty()) {
+    error = cuda_text(cudaMemsetAsync(launch.workspace, 0xff,
+                                      cuda::workspace_bytes(setup, launch.num_tokens), main),
+                      "poisoning");
+  }
+  if (!error.empty()) return error;
+  return cuda_text(
+      cuda::launch_poison({launch.directory, launch.ticket, launch.sizes, setup.ranks_per_device},
+                          main),
+      "poisoning");
+}
+
 // The planes as the plan publishes them: the device's first expert of the first layer.
 std::string read_planes(const CallSizes& sizes, const ffi::AnyBuffer* const (&planes)[3],
                         const uint8_t* (&weights)[3], int32_t* num_stacked) {
@@ -92,7 +113,8 @@ std::string enqueue_start(DeviceRuntime& runtime, const DomainSetup& setup,
       then(cudaEventRecord(runtime.planned[index], runtime.copy), "recording the plan") &&
       then(cuda::launch_replication({plan.cell, setup.shape, setup.replication}, runtime.copy),
            "launching replication") &&
-      then(cudaEventRecord(runtime.copied[index], runtime.copy), "recording the copies");
+      then(cudaEventRecord(runtime.copied[index], runtime.copy), "recording the copies") &&
+      then(cudaEventRecord(runtime.left, main), "recording the call");
   if (!error.empty()) return error;
   // One that never gets its fused_moe, because its program failed in between, makes room in the
   // end.
@@ -168,7 +190,9 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
   launch.options = setup.fused;
   std::lock_guard lock(runtime.mutex);
   error = wait_planned(runtime, weights, main);
+  if (error.empty() && setup.poison) error = poison(setup, launch, main);
   if (error.empty()) error = cuda_text(cuda::launch_fused(launch, main), "launching fused_moe");
+  if (error.empty()) error = record_left(runtime, main);
   return error.empty() ? ffi::Error::Success() : failed(error);
 }
 
@@ -253,6 +277,7 @@ ffi::Error plan(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 
   if (error.empty()) {
     error = cuda_text(cudaEventRecord(runtime.copied[index], main), "recording the plan");
   }
+  if (error.empty()) error = record_left(runtime, main);
   return error.empty() ? ffi::Error::Success() : failed(error);
 }
 

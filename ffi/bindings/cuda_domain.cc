@@ -65,14 +65,17 @@ class CudaPart {
   void publish() { cuda::publish_part(runtime_, setup_, part_); }
   void remove() { cuda::remove_part(runtime_, part_.id); }
 
-  // Once whoever writes it has done so.
+  // Read again once it is there: whoever writes it sets `aborted` last.
   ErrorWord error() const {
     ProcessWords words{};
-    for (int i = 0; i < 1000; ++i) {
+    const auto read = [&] {
       cuda::read_memory(runtime_, cuda::head_address(segment()), &words, sizeof words);
-      if (words.aborted != 2) break;
-    }
-    return words.aborted == 0 ? ErrorWord{} : words.error;
+    };
+    read();
+    if (words.aborted == 0) return {};
+    for (int i = 0; i < 1000 && words.aborted == 2; ++i) read();
+    read();
+    return words.error;
   }
 
   void fail(const ErrorWord& error) {
@@ -152,17 +155,15 @@ class CudaPart {
     return rows;
   }
 
-  // Whether COPY runs dry within so many seconds.
+  // Whether MAIN and COPY run dry within so many seconds.
   bool wait_idle(double seconds) const {
     nb::gil_scoped_release release;
     const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    for (;;) {
-      const cudaError_t state = cudaStreamQuery(runtime_.copy);
-      if (state == cudaSuccess) return true;
-      if (state != cudaErrorNotReady) cuda::check_cuda(state, "waiting for COPY");
+    while (!cuda::is_idle(runtime_)) {
       if (std::chrono::steady_clock::now() >= limit) return false;
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
+    return true;
   }
 
  private:
@@ -218,12 +219,7 @@ void bind_cuda_domain(nb::module_& m) {
       .def("read_helper", &CudaPart::read_helper);
   m.def("open_device", [](int ordinal, uint32_t mark) { cuda::open_device(ordinal, mark); });
   m.def("add_setup", [](int ordinal, uint64_t sizes, const DomainSetup& setup) {
-    opened(ordinal);
-    int before = 0;
-    cuda::check_cuda(cudaGetDevice(&before), "cudaGetDevice");
-    cuda::check_cuda(cudaSetDevice(ordinal), "cudaSetDevice");
-    cuda::add_setup(sizes, setup);
-    cuda::check_cuda(cudaSetDevice(before), "cudaSetDevice");
+    cuda::add_setup(opened(ordinal), sizes, setup);
   });
   m.def("open_cublas",
         [](int ordinal, const std::string& path) { cuda::open_cublas(opened(ordinal), path); });

@@ -152,7 +152,9 @@ __device__ inline Context prepare(const ReplicationLaunch& launch, const DeviceT
   const MailTag* tags = mail_tags(shape, table.head(), generation);
   const int32_t bank = tags[table.first_rank].tag.layer % shape.num_banks;
   const int32_t max_rows = shape.slots.num_ranks * shape.slots.num_helper_slots;
-  const int32_t num_rows = has_failed(table) ? 0 : min_int(*table.plan.num_broadcasts, max_rows);
+  // One thread asks, for all: a failure that arrives meanwhile must not leave rows half filled.
+  const bool is_off = __syncthreads_or(threadIdx.x == 0 && has_failed(table)) != 0;
+  const int32_t num_rows = is_off ? 0 : min_int(*table.plan.num_broadcasts, max_rows);
   const BlockView origin{nullptr, &table.layout};
   bool is_ragged = shape.plane_bytes() % kBulkAlign != 0;
   for (int32_t b = threadIdx.x; b < num_rows; b += kThreads) shared.rows[b] = rows[b];

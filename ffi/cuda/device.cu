@@ -141,6 +141,7 @@ std::unique_ptr<DeviceRuntime> make_runtime(int ordinal, uint32_t process_mark) 
     check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
   };
   make_event(&runtime->started);
+  make_event(&runtime->left);
   for (int i = 0; i < DeviceRuntime::kNumCells; ++i) {
     make_event(&runtime->planned[i]);
     make_event(&runtime->copied[i]);
@@ -203,8 +204,9 @@ DeviceRuntime* find_device(int ordinal) {
   return ordinal >= 0 && ordinal < kMaxOrdinals ? host().devices[ordinal] : nullptr;
 }
 
-void add_setup(uint64_t sizes, DomainSetup setup) {
+void add_setup(DeviceRuntime& runtime, uint64_t sizes, DomainSetup setup) {
   check_sizes(setup);
+  const OnDevice here(runtime.ordinal);
   const cudaError_t code =
       prepare_plan(setup.plan, setup.ranks_per_device, setup.shape.max_routes(),
                    setup.plan_ctas_per_rank, &setup.grid);
@@ -260,6 +262,15 @@ size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens) {
   return fused_workspace_bytes(setup.shape, setup.ranks_per_device, num_tokens,
                                static_cast<int32_t>(setup.max_routes_per_rank), setup.dtype,
                                setup.fused);
+}
+
+bool is_idle(DeviceRuntime& runtime) {
+  std::lock_guard lock(runtime.mutex);  // a handler at work has not enqueued all of its call
+  for (const cudaError_t state : {cudaEventQuery(runtime.left), cudaStreamQuery(runtime.copy)}) {
+    if (state == cudaErrorNotReady) return false;
+    check_cuda(state, "waiting for calls in flight");
+  }
+  return true;
 }
 
 void read_memory(DeviceRuntime& runtime, uint64_t address, void* to, size_t bytes) {

@@ -45,6 +45,7 @@ struct DeviceRuntime {
   Directory* directory;
   CallCell* cells;
   cudaEvent_t started, planned[kNumCells], copied[kNumCells];
+  cudaEvent_t left;  // by MAIN, after the last call that was enqueued
   uint32_t num_calls = 0;
 
   // Calls whose fused_moe has yet to come, oldest first. What start and fused_moe have in common on
@@ -68,8 +69,8 @@ DeviceRuntime* find_device(int ordinal);
 void open_cublas(DeviceRuntime& runtime, const std::string& path);
 
 // Remembers what programs compiled for the digest are launched with; throws std::invalid_argument
-// where the kernels do not take the sizes. On the current device.
-void add_setup(uint64_t sizes, DomainSetup setup);
+// where the kernels do not take the sizes.
+void add_setup(DeviceRuntime& runtime, uint64_t sizes, DomainSetup setup);
 // Null where no Domain of these sizes has been made in this process.
 const DomainSetup* find_setup(uint64_t sizes);
 
@@ -92,6 +93,9 @@ struct DomainPart {
 void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part);
 void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part);
 void remove_part(DeviceRuntime& runtime, uint32_t id);
+
+// Whether MAIN and COPY have run all that handlers have enqueued.
+bool is_idle(DeviceRuntime& runtime);
 
 // By the admin stream, while kernels may spin.
 void read_memory(DeviceRuntime& runtime, uint64_t address, void* to, size_t bytes);

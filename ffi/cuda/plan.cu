@@ -162,8 +162,8 @@ __device__ void write_failure(const PlanConfig& config, const PlanOutputs& out, 
   if (first == 0) {
     *out.num_broadcasts = 0;
     *out.generation = generation;
-    *out.status = status;
   }
+  if (threadIdx.x == 0) *out.status = status;  // of any CTA: others may have met no failure
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const int32_t num_local = gridDim.x / num_ctas, local_idx = blockIdx.x / num_ctas;
   const int32_t num_routes = call.num_tokens * call.top_k;
   if (!domain) {  // in every CTA
-    if (call.outputs.route_slot) {
+    if (call.outputs.status) {
       write_failure(config, call.outputs, num_local * num_routes, 0,
                     static_cast<int32_t>(ErrorCode::kBadHandle));
     }
@@ -192,8 +192,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const PlanOutputs& outputs = *smem.outputs;
   const CallTag& tag = *smem.tag;
   if (threadIdx.x == 0) {
-    *smem.outputs = call.outputs.route_slot ? call.outputs : table.plan;
+    *smem.outputs = call.outputs.status ? call.outputs : table.plan;
     *smem.tag = call_tag(call, cell, generation, local_idx);
+    // Before this rank arrives, so before another CTA can find anything wrong but an earlier
+    // failure.
+    if (blockIdx.x == 0) *smem.outputs->status = 0;
   }
   const RouteRange range = RouteRange::of(num_routes, cta, num_ctas);
   const Stamps stamps{call.stamps
@@ -311,7 +314,6 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       table.block(table.first_rank + v).words()->plan_hash = *smem.plan.hash;
     }
     if (threadIdx.x == 0) {
-      *outputs.status = 0;
       *outputs.generation = generation;
       table.head()->generation = generation;
       if (!call.is_plan_only) table.times_of(generation).planned = global_ns();

@@ -56,11 +56,33 @@ __global__ void __launch_bounds__(kStartThreads) start_kernel(const StartLaunch 
   }
 }
 
+__global__ void __launch_bounds__(kStartThreads) poison_kernel(const PoisonLaunch launch) {
+  const DeviceTable* table = find_table(launch.directory, launch.ticket, launch.sizes);
+  if (!table || has_failed(*table)) return;
+  const BlockView block = table->block(table->first_rank + blockIdx.y);
+  for (const Section section : {Section::kTokens, Section::kCombine}) {
+    uint32_t* words = block.section<uint32_t>(section);
+    const size_t count = table->layout.bytes[static_cast<int>(section)] / sizeof(uint32_t);
+    const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+         i += step) {
+      words[i] = 0xffffffffu;
+    }
+  }
+}
+
 }  // namespace
 
 cudaError_t prepare_start() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, start_kernel);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, start_kernel);
+  return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, poison_kernel);
+}
+
+cudaError_t launch_poison(const PoisonLaunch& launch, cudaStream_t stream) {
+  const dim3 grid(kMaxStartCtas, launch.ranks_per_device);
+  poison_kernel<<<grid, kStartThreads, 0, stream>>>(launch);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_start(const StartLaunch& launch, cudaStream_t stream) {

@@ -30,4 +30,14 @@ cudaError_t prepare_start();
 // Domain.
 cudaError_t launch_start(const StartLaunch& launch, cudaStream_t stream);
 
+// For tests: fills the token and combine sections of the device's ranks with 0xff, a NaN in every
+// dtype, before the ticket's fused_moe begins.
+struct PoisonLaunch {
+  const Directory* directory;
+  const uint32_t* ticket;
+  uint64_t sizes;
+  int32_t ranks_per_device;
+};
+cudaError_t launch_poison(const PoisonLaunch& launch, cudaStream_t stream);
+
 }  // namespace iser::cuda
