@@ -19,17 +19,21 @@ pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH or 
 
 FLAGS = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-pthread"]
 SOURCES = ["ffi/cuda/fused_moe.cu", "tests/cuda/test_fused_moe.cu"]
-CASES = ["refusals", "first", "plain: dtype 0", "sizes", "rows", "ranks", "waves", "layers"]
+CASES = ["refusals", "first:", "plain: dtype 0", "sizes:", "rows:", "ranks:", "waves:", "layers:"]
 
 # A name, a case that meets it, the file, what is right, what is wrong.
 FAULTS = {
     "operands freed before they are multiplied": (
         "first: tensor, 256",
         "moe_tensor.cuh",
-        "        wgmma_wait<1>();\n      }\n      if (step > 0 && lane_ == 0) "
-        "mbarrier_arrive(&shared_.empty[before]);",
-        "        wgmma_wait<1>();\n      }\n      if (lane_ == 0) "
-        "mbarrier_arrive(&shared_.empty[steps_.at]);\n      if (false)",
+        "wgmma_wait<1>();",
+        "wgmma_wait<2>();",
+    ),
+    "rows that one CTA of a pair frees for both": (
+        "first: tensor in pairs, 256",
+        "moe_tensor.cuh",
+        "mbarrier_init(&shared.empty[i], kCluster * kMmaWarps);",
+        "mbarrier_init(&shared.empty[i], kMmaWarps);",
     ),
     "tiles that do not wait for their rows": (
         "first: tensor",

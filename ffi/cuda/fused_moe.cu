@@ -58,7 +58,8 @@ MoeSizes moe_sizes(const DomainShape& shape, int32_t ranks_per_device, int32_t n
                  ranks_per_device,
                  num_tokens,
                  0,
-                 {}};
+                 {},
+                 1};
   const int64_t most = sizes.max_rows();
   sizes.wave_rows = static_cast<int32_t>(most < max_routes_per_rank ? most : max_routes_per_rank);
   sizes.wave_rows = at_least(sizes.wave_rows, 1);
@@ -70,20 +71,32 @@ MoeSizes moe_sizes(const DomainShape& shape, int32_t ranks_per_device, int32_t n
   return sizes;
 }
 
+// Pairs of CTAs compute an even number of columns: 2 where that loses at most 2 % of the products.
+int32_t choose_cluster(const MoeSizes& sizes, const FusedOptions& options, int32_t ctas) {
+  if (ctas < 2) return 1;
+  if (options.cluster_size != 0) return options.cluster_size;
+  const auto loss = [&](Gemm gemm) {
+    const int32_t tiles = sizes.column_tiles(gemm);
+    return tiles % 2 == 0 ? 0.0 : 1.0 / (tiles + 1);
+  };
+  return 2.0 / 3.0 * loss(Gemm::kInner) + 1.0 / 3.0 * loss(Gemm::kHidden) <= 0.021 ? 2 : 1;
+}
+
 MoeCall moe_call(const FusedLaunch& launch) {
-  const MoeSizes sizes = moe_sizes(launch.shape, launch.ranks_per_device, launch.num_tokens,
-                                   launch.max_routes_per_rank, launch.dtype, launch.options);
+  MoeSizes sizes = moe_sizes(launch.shape, launch.ranks_per_device, launch.num_tokens,
+                             launch.max_routes_per_rank, launch.dtype, launch.options);
   const FusedOptions& options = launch.options;
   const int32_t sms = device_sms(), ranks = launch.ranks_per_device;
   const int32_t budget = options.num_sms > 0 ? options.num_sms : sms - options.copy_sms;
   const int32_t most = options.num_sms > 0 ? budget + options.copy_sms : sms;
   const int32_t ctas = at_least(budget / ranks, 1);
-  return {launch,
-          sizes,
-          MoeLayout(sizes),
-          block_layout(launch.shape),
-          ctas,
-          at_least(most / ranks, ctas)};
+  if (fused_engine(launch.shape, launch.dtype, options) == MoeEngine::kTensor) {
+    sizes.cluster_size = choose_cluster(sizes, options, ctas);
+  }
+  const auto whole = [&](int32_t count) { return count / sizes.cluster_size * sizes.cluster_size; };
+  return {launch,           sizes,
+          MoeLayout(sizes), block_layout(launch.shape),
+          whole(ctas),      whole(at_least(most / ranks, ctas))};
 }
 
 bool make_maps(const MoeCall& call, MoeMaps* maps) {
@@ -116,11 +129,27 @@ bool make_maps(const MoeCall& call, MoeMaps* maps) {
               {launch.workspace, planes, hidden, inner, kMmaColumns, false});
 }
 
+cudaError_t launch_pairs(const MoeCall& call, const MoeMaps& maps, dim3 grid, cudaStream_t stream) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
+  cluster.val.clusterDim.y = 2;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kTensorThreads);
+  config.dynamicSmemBytes = kTensorSharedBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, tensor_kernel<2>, call, maps);
+}
+
 cudaError_t launch_experts(const MoeCall& call, const MoeMaps& maps, cudaStream_t stream) {
   const dim3 grid(call.sizes.ranks_per_device, call.max_ctas_per_rank);
   if (fused_engine(call.launch.shape, call.launch.dtype, call.launch.options) ==
       MoeEngine::kTensor) {
-    tensor_kernel<<<grid, kTensorThreads, kTensorSharedBytes, stream>>>(call, maps);
+    if (call.sizes.cluster_size == 2) return launch_pairs(call, maps, grid, stream);
+    tensor_kernel<1><<<grid, kTensorThreads, kTensorSharedBytes, stream>>>(call, maps);
   } else if (call.launch.dtype == DType::kBF16) {
     plain_kernel<__nv_bfloat16><<<grid, kPlainThreads, 0, stream>>>(call);
   } else {
@@ -165,6 +194,9 @@ const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DTyp
       options.tile_rows != kFullTile) {
     return "tile_rows must be 0 (chosen), 64, 128 or 256";
   }
+  if (options.cluster_size < 0 || options.cluster_size > 2) {
+    return "cluster_size must be 0 (chosen), 1 or 2";
+  }
   if (options.num_sms < 0 || options.num_sms > kMaxSms || options.copy_sms < 0 ||
       options.copy_sms > kMaxSms) {
     return "num_sms and copy_sms must be 0 to 1024";
@@ -190,7 +222,8 @@ cudaError_t prepare_fused() {
   const cudaError_t errors[] = {
       load_kernel(begin_kernel, 0),
       load_kernel(schedule_kernel, kMaxSharedSegments),
-      load_kernel(tensor_kernel, kTensorSharedBytes),
+      load_kernel(tensor_kernel<1>, kTensorSharedBytes),
+      load_kernel(tensor_kernel<2>, kTensorSharedBytes),
       load_kernel(plain_kernel<float>, 0),
       load_kernel(plain_kernel<__nv_bfloat16>, 0),
       load_kernel(gate_kernel, 0),

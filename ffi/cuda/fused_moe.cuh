@@ -38,9 +38,10 @@ enum class MoeStamp : int32_t {
 
 struct FusedOptions {
   MoeEngine engine = MoeEngine::kAuto;
-  int32_t num_sms = 0;    // CTAs of the expert kernel; 0: the device's SMs but copy_sms
-  int32_t copy_sms = 8;   // SMs of the copy, which the expert kernel may use once READY has come
-  int32_t tile_rows = 0;  // rows of a tile, 64, 128 or 256; 0: by the mean rows of an expert
+  int32_t num_sms = 0;       // CTAs of the expert kernel; 0: the device's SMs but copy_sms
+  int32_t copy_sms = 8;      // SMs of the copy, which the expert kernel may use once READY has come
+  int32_t tile_rows = 0;     // rows of a tile, 64, 128 or 256; 0: by the mean rows of an expert
+  int32_t cluster_size = 0;  // CTAs that share the rows they load, 1 or 2; 0: 2 if little is lost
 };
 
 struct FusedLaunch {

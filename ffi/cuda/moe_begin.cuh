@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kScheduleThreads)
   __syncthreads();
   Segment* const made = is_shared ? reinterpret_cast<Segment*>(shared_segments) : tables.segments;
   if (threadIdx.x == 0) {
-    head = build_schedule(call.sizes, slot_first, call.max_ctas_per_rank, made, tables.first_block,
-                          tables.wave_tiles);
+    const int32_t lag = call.max_ctas_per_rank / call.sizes.cluster_size;
+    head = build_schedule(call.sizes, slot_first, lag, made, tables.first_block, tables.wave_tiles);
     *tables.head = head;
   }
   __syncthreads();

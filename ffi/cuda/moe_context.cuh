@@ -188,6 +188,7 @@ struct TileGate {
 __device__ inline void publish_tile(const MoeContext& context, const Tile& tile) {
   const int32_t lane = threadIdx.x % 32, ranks = context.call.sizes.slots.num_ranks;
   const RankCounters counters = context.counters();
+  if (tile.column >= context.call.sizes.column_tiles(tile.gemm)) return;
   if (tile.gemm == Gemm::kInner) {
     fence_async_proxy();  // TMA reads h
     if (lane == 0) add_release_gpu(counters.inner_done + tile.block, 1);

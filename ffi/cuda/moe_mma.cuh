@@ -35,6 +35,70 @@ __device__ inline void load_box_3d(void* shared, const CUtensorMap* map, int32_t
       : "memory");
 }
 
+// To the same place in every CTA of the cluster whose bit is set; each one's barrier counts it.
+__device__ inline void load_box_2d_to(uint16_t ctas, void* shared, const CUtensorMap* map,
+                                      int32_t x, int32_t y, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(ctas)
+      : "memory");
+}
+
+__device__ inline uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster; what they wrote before is visible behind it.
+__device__ inline void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// The same place in another CTA of the cluster.
+__device__ inline uint32_t peer_address(const void* shared, uint32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(shared)), "r"(rank));
+  return address;
+}
+
+__device__ inline void peer_store(uint32_t address, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Says that this CTA no longer reads something; orders nothing that it has written.
+__device__ inline void peer_arrive(uint32_t barrier_address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_address) : "memory");
+}
+
+// Publishes what this thread has written to the cluster; mbarrier_wait_cluster acquires. It waits
+// for all stores under way, so it is not for inner loops.
+__device__ inline void peer_release(uint32_t barrier_address) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_address)
+               : "memory");
+}
+
+__device__ inline void mbarrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
+  uint32_t is_over = 0;
+  while (!is_over) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(is_over)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
+}
+
 // In a map that lies in shared memory. One thread.
 __device__ inline void replace_map_address(void* shared_map, const void* global) {
   asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(

@@ -29,6 +29,8 @@ ISER_HD inline int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; 
 ISER_HD inline int32_t at_most(int32_t a, int32_t b) { return a < b ? a : b; }
 ISER_HD inline int32_t at_least(int32_t a, int32_t b) { return a > b ? a : b; }
 
+enum class Gemm : int32_t { kInner = 0, kHidden = 1, kNone = 2 };  // kNone ends a rank's tiles
+
 struct MoeSizes {
   SlotSpace slots;
   int32_t top_k, hidden, intermediate, element_bytes;
@@ -36,6 +38,7 @@ struct MoeSizes {
   int32_t num_tokens;  // of one rank
   int32_t wave_rows;   // rows that the workspace of a rank holds
   TileShape tile;
+  int32_t cluster_size;  // CTAs that take an item: tiles of the same rows, a column each
 
   ISER_HD int64_t max_rows() const {
     return static_cast<int64_t>(slots.num_ranks) * num_tokens * top_k;
@@ -43,12 +46,15 @@ struct MoeSizes {
   ISER_HD int32_t num_runs() const { return slots.stride() * slots.num_ranks; }
   ISER_HD int32_t inner_tiles() const { return ceil_div(intermediate, tile.inner); }
   ISER_HD int32_t hidden_tiles() const { return ceil_div(hidden, tile.hidden); }
+  ISER_HD int32_t column_tiles(Gemm gemm) const {
+    return gemm == Gemm::kInner ? inner_tiles() : hidden_tiles();
+  }
+  // Items of a row block; the last may hold columns that are not there.
+  ISER_HD int32_t items(Gemm gemm) const { return ceil_div(column_tiles(gemm), cluster_size); }
   ISER_HD int32_t units_per_route() const { return ceil_div(hidden, kUnitColumns); }
 };
 
-enum class Gemm : int32_t { kInner = 0, kHidden = 1, kNone = 2 };  // kNone ends a rank's tiles
-
-// Tiles with consecutive numbers: all of one product over some rows of a slot, rows fastest, so
+// Items with consecutive numbers: all of one product over some rows of a slot, rows fastest, so
 // that a weight tile meets all of them while it is in L2.
 struct Segment {
   int32_t first_item;
@@ -65,7 +71,7 @@ struct Tile {
   int32_t wave;
   int32_t row, num_rows;  // of the rank
   int32_t block;          // its counters
-  int32_t column;         // first column of h or y, in tiles
+  int32_t column;         // first column of h or y, in tiles; may lie behind the last
 };
 
 struct ScheduleHead {
@@ -107,7 +113,7 @@ ISER_HD inline int32_t block_of(const MoeSizes& sizes, const int32_t* first_bloc
   return first_block[wave + slot] + (row - begin) / sizes.tile.rows;
 }
 
-// Hands out numbers to segments. Products of h follow those that make it once `lag` other tiles lie
+// Hands out numbers to segments. Products of h follow those that make it once `lag` other items lie
 // between them, so that h is done when they are reached; all of a region's tiles (home slots of a
 // wave, helper slots of a wave) come before those of the next.
 struct ScheduleBuilder {
@@ -122,7 +128,7 @@ struct ScheduleBuilder {
                     int32_t block) {
     const int32_t blocks = ceil_div(rows, sizes.tile.rows);
     segments[num_segments++] = {num_items, gemm, slot, wave, row, rows, block, blocks};
-    num_items += blocks * (gemm == Gemm::kInner ? sizes.inner_tiles() : sizes.hidden_tiles());
+    num_items += blocks * sizes.items(gemm);
   }
 
   // Emits the products of h that are due, all of them with a lag of 0.
@@ -130,7 +136,7 @@ struct ScheduleBuilder {
     for (; oldest < num_segments; ++oldest) {
       const Segment made = segments[oldest];
       if (made.gemm != Gemm::kInner) continue;
-      const int32_t end = made.first_item + made.num_blocks * sizes.inner_tiles();
+      const int32_t end = made.first_item + made.num_blocks * sizes.items(Gemm::kInner);
       if (num_items - end < wanted) return;
       emit(Gemm::kHidden, made.slot, made.wave, made.row, made.num_rows, made.block);
       wave_tiles[made.wave] += made.num_blocks * sizes.hidden_tiles();
@@ -171,9 +177,11 @@ ISER_HD inline ScheduleHead build_schedule(const MoeSizes& sizes, const int32_t*
   return {builder.num_items, builder.num_segments, row};
 }
 
+// The item's first tile; those of other columns follow.
 ISER_HD inline Tile tile_of(const MoeSizes& sizes, const Segment& segment, int32_t item) {
   const int32_t index = item - segment.first_item;
-  const int32_t m = index % segment.num_blocks, column = index / segment.num_blocks;
+  const int32_t m = index % segment.num_blocks,
+                column = index / segment.num_blocks * sizes.cluster_size;
   const int32_t before = m * sizes.tile.rows;
   return {segment.gemm,
           segment.slot,

@@ -4,6 +4,10 @@
 // publishes tiles that have been stored, two pull rows. The other two multiply: a tile's blocks of
 // 64 rows alternate between them. Every block is a chain of m64n192k16 products in increasing k,
 // whatever the tile, so that a row's bits depend on the row and the weights alone.
+//
+// In clusters of two CTAs the pair takes tiles of the same rows and neighbouring columns: each
+// loads half of the rows' blocks into both, so that less comes from L2. The first CTA takes tiles
+// for both.
 #pragma once
 
 #include <cstdint>
@@ -34,12 +38,15 @@ struct alignas(1024) TensorShared {
   uint8_t steps[kNumSteps][kStepBytes];  // rows, then weights
   uint8_t staging[kMmaWarps][kStagingBytes];
   uint64_t full[kNumSteps];   // loaded
-  uint64_t empty[kNumSteps];  // multiplied, by every warp
+  uint64_t empty[kNumSteps];  // multiplied, by every warp of the cluster
   uint64_t tile_full[kNumTiles];
   uint64_t tile_stored[kNumTiles];  // by every warp
-  uint64_t tile_empty[kNumTiles];   // published
+  uint64_t tile_empty[kNumTiles];   // of the cluster's first CTA: published by all
   Tile tiles[kNumTiles];
+  uint32_t is_wanted;
+  uint32_t since;  // when what is being timed began
 };
+constexpr int kTileWords = sizeof(Tile) / sizeof(uint32_t);
 
 constexpr size_t kTensorSharedBytes = sizeof(TensorShared) + 1024;  // to begin at a multiple
 static_assert(kTensorSharedBytes <= 227 * 1024, "exceeds the shared memory of a CTA");
@@ -60,26 +67,57 @@ struct RingAt {
   }
 };
 
+// The same for announced tiles, in one register.
+struct TileRing {
+  uint32_t count = 0;
+
+  __device__ int32_t at() const { return count % kNumTiles; }
+  __device__ uint32_t parity() const { return count / kNumTiles & 1; }
+  __device__ void advance() { ++count; }
+};
+static_assert((kNumTiles & (kNumTiles - 1)) == 0, "rounds are counted in bits");
+
+template <int kCluster>
 __device__ inline void init_barriers(TensorShared& shared) {
   for (int i = 0; i < kNumSteps; ++i) {
     mbarrier_init(&shared.full[i], 1);
-    mbarrier_init(&shared.empty[i], kMmaWarps);
+    mbarrier_init(&shared.empty[i], kCluster * kMmaWarps);
   }
   for (int i = 0; i < kNumTiles; ++i) {
     mbarrier_init(&shared.tile_full[i], 1);
     mbarrier_init(&shared.tile_stored[i], kMmaWarps);
-    mbarrier_init(&shared.tile_empty[i], 1);
+    mbarrier_init(&shared.tile_empty[i], kCluster);
   }
   fence_mbarrier_init();
 }
 
+// For a tile, which the other CTA may have written.
+template <int kCluster>
+__device__ inline void wait_announced(uint64_t* barrier, uint32_t parity) {
+  if (kCluster == 1) {
+    mbarrier_wait(barrier, parity);
+  } else {
+    mbarrier_wait_cluster(barrier, parity);
+  }
+}
+
 // One warp, which takes tiles; its first lane loads.
+template <int kCluster>
 class TileLoader {
  public:
   __device__ TileLoader(const MoeContext& context, const MoeMaps& maps, TensorShared& shared)
       : context_(context), maps_(maps), shared_(shared), gate_{context} {}
 
   __device__ void run() {
+    if (kCluster > 1 && cluster_rank() > 0) {
+      follow();
+    } else {
+      lead();
+    }
+  }
+
+ private:
+  __device__ void lead() {
     const bool is_first = threadIdx.x % 32 == 0;
     TileQueue queue(context_);
     int32_t item = is_first ? queue.claim() : 0;
@@ -93,21 +131,63 @@ class TileLoader {
     }
   }
 
- private:
+  // Loads what the first CTA of the cluster has announced here; all waits but for room are its.
+  __device__ void follow() {
+    if (threadIdx.x % 32 != 0) return;
+    for (;; tiles_.advance()) {
+      wait_announced<kCluster>(&shared_.tile_full[tiles_.at()], tiles_.parity());
+      const Tile tile = shared_.tiles[tiles_.at()];
+      if (tile.gemm == Gemm::kNone) return;
+      fence_async_proxy();
+      load(tile, nullptr);
+    }
+  }
+
   // Returns the next item, -1 after the last.
   __device__ int32_t announce_and_load(Tile tile, const TileQueue& queue) {
     if (tile.gemm != Gemm::kNone && (has_failed(context_.table) || !gate_.open(tile))) {
       tile.gemm = Gemm::kNone;
     }
     fence_async_proxy();  // rows, h and replicas that the gate has acquired are read by TMA
-    mbarrier_wait(&shared_.tile_empty[tiles_.at], tiles_.parity ^ 1);
-    shared_.tiles[tiles_.at] = tile;
-    mbarrier_arrive(&shared_.tile_full[tiles_.at]);
+    mbarrier_wait(&shared_.tile_empty[tiles_.at()], tiles_.parity() ^ 1);
+    if (kCluster > 1) announce_to_peer(tile);
+    shared_.tiles[tiles_.at()] = tile;
+    mbarrier_arrive(&shared_.tile_full[tiles_.at()]);
     tiles_.advance();
-    return tile.gemm == Gemm::kNone ? -1 : load(tile, queue);
+    return tile.gemm == Gemm::kNone ? -1 : load(tile, &queue);
   }
 
-  __device__ int32_t load(const Tile& tile, const TileQueue& queue) {
+  __device__ void announce_to_peer(Tile tile) {
+    ++tile.column;
+    const uint32_t to = peer_address(&shared_.tiles[tiles_.at()], 1);
+    const uint32_t words[kTileWords] = {
+        static_cast<uint32_t>(tile.gemm),     static_cast<uint32_t>(tile.slot),
+        static_cast<uint32_t>(tile.wave),     static_cast<uint32_t>(tile.row),
+        static_cast<uint32_t>(tile.num_rows), static_cast<uint32_t>(tile.block),
+        static_cast<uint32_t>(tile.column)};
+#pragma unroll
+    for (int i = 0; i < kTileWords; ++i) peer_store(to + 4 * i, words[i]);
+    peer_release(peer_address(&shared_.tile_full[tiles_.at()], 1));
+  }
+
+  // The cluster's CTAs take turns with the blocks of rows.
+  __device__ void load_rows(uint8_t* to, const CUtensorMap* map, int32_t k, int32_t row,
+                            int32_t num_blocks, uint64_t* full) const {
+    if (kCluster == 1) {
+#pragma unroll 1
+      for (int32_t i = 0; i < num_blocks; ++i) {
+        load_box_2d(to + i * kBlockBytes, map, k, row + i * kMmaRows, full);
+      }
+    } else {
+#pragma unroll 1
+      for (int32_t i = cluster_rank(); i < num_blocks; i += kCluster) {
+        load_box_2d_to((1 << kCluster) - 1, to + i * kBlockBytes, map, k, row + i * kMmaRows, full);
+      }
+    }
+  }
+
+  // Returns the item that it has claimed from the queue, if any, while it loads.
+  __device__ int32_t load(const Tile& tile, const TileQueue* queue) {
     const MoeCall& call = context_.call;
     const bool is_inner = tile.gemm == Gemm::kInner, is_helper = call.is_helper(tile.slot);
     const int32_t depth = is_inner ? call.sizes.hidden : call.sizes.intermediate;
@@ -139,14 +219,12 @@ class TileLoader {
       mbarrier_wait(&shared_.empty[steps_.at], steps_.parity ^ 1);
       mbarrier_arrive_expect(full, bytes);
       const int32_t k = step * kStepColumns;
-      for (int32_t i = 0; i < num_blocks; ++i) {
-        load_box_2d(to + i * kBlockBytes, rows, k, row + i * kMmaRows, full);
-      }
+      load_rows(to, rows, k, row, num_blocks, full);
       load_box_3d(to + kRowsBytes, weights, k, column, plane, full);
       if (is_inner) {
         load_box_3d(to + kRowsBytes + kInnerColumns * kSwizzleRow, up, k, column, up_plane, full);
       }
-      if (step == claimed_at) next = queue.claim();
+      if (step == claimed_at && queue != nullptr) next = queue->claim();
       steps_.advance();
     }
     return next;
@@ -157,23 +235,30 @@ class TileLoader {
   TensorShared& shared_;
   TileGate gate_;
   RingAt<kNumSteps> steps_;
-  RingAt<kNumTiles> tiles_;
+  TileRing tiles_;
 };
 
 // One warp. Consumers go on to the next tile while their stores are on their way.
+template <int kCluster>
 __device__ inline void publish_tiles(const MoeContext& context, TensorShared& shared) {
-  for (RingAt<kNumTiles> tiles;; tiles.advance()) {
-    mbarrier_wait(&shared.tile_full[tiles.at], tiles.parity);
-    const Tile tile = shared.tiles[tiles.at];
+  for (TileRing tiles;; tiles.advance()) {
+    wait_announced<kCluster>(&shared.tile_full[tiles.at()], tiles.parity());
+    const Tile tile = shared.tiles[tiles.at()];
     if (tile.gemm == Gemm::kNone) return;
-    mbarrier_wait(&shared.tile_stored[tiles.at], tiles.parity);
+    mbarrier_wait(&shared.tile_stored[tiles.at()], tiles.parity());
     publish_tile(context, tile);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.tile_empty[tiles.at]);
+    if (threadIdx.x % 32 != 0) continue;
+    if (kCluster == 1) {
+      mbarrier_arrive(&shared.tile_empty[tiles.at()]);
+    } else {
+      peer_arrive(peer_address(&shared.tile_empty[tiles.at()], 0));
+    }
   }
 }
 
 // A warp of the two warpgroups that multiply.
+template <int kCluster>
 class TileMultiplier {
  public:
   __device__ TileMultiplier(const MoeContext& context, TensorShared& shared)
@@ -186,16 +271,15 @@ class TileMultiplier {
 
   __device__ void run() {
     float acc[2][kNumAcc];
-    const bool is_timed = threadIdx.x == 128 && context_.call.launch.stamps != nullptr;
-    uint32_t since = clocks_now();
+    if (is_timed()) shared_.since = clocks_now();
     for (;; tiles_.advance()) {
-      mbarrier_wait(&shared_.tile_full[tiles_.at], tiles_.parity);
-      if (is_timed) stamp_since(MoeStamp::kIdle, since);
-      if (shared_.tiles[tiles_.at].gemm == Gemm::kNone) break;
-      uint8_t* const target = target_of(shared_.tiles[tiles_.at]);
-      multiply_tile(shared_.tiles[tiles_.at], acc);
+      wait_announced<kCluster>(&shared_.tile_full[tiles_.at()], tiles_.parity());
+      if (is_timed()) stamp_since(MoeStamp::kIdle);
+      if (shared_.tiles[tiles_.at()].gemm == Gemm::kNone) break;
+      uint8_t* const target = target_of(shared_.tiles[tiles_.at()]);
+      multiply_tile(shared_.tiles[tiles_.at()], acc);
       // Read again: the accumulators leave no registers to keep it in.
-      const Tile tile = shared_.tiles[tiles_.at];
+      const Tile tile = shared_.tiles[tiles_.at()];
       const bool is_inner = tile.gemm == Gemm::kInner;
       // Block i of this warpgroup is block group + 2 * i of the tile.
       if (is_inner) {
@@ -206,16 +290,19 @@ class TileMultiplier {
         store_hidden(tile, 1, acc[1], target);
       }
       __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(&shared_.tile_stored[tiles_.at]);
-      if (is_timed) stamp_since(is_inner ? MoeStamp::kGemmInner : MoeStamp::kGemmHidden, since);
+      if (lane_ == 0) mbarrier_arrive(&shared_.tile_stored[tiles_.at()]);
+      if (is_timed()) stamp_since(is_inner ? MoeStamp::kGemmInner : MoeStamp::kGemmHidden);
     }
   }
 
  private:
-  __device__ void stamp_since(MoeStamp stamp, uint32_t& since) const {
+  __device__ bool is_timed() const {
+    return context_.call.launch.stamps != nullptr && threadIdx.x == 128;
+  }
+  __device__ void stamp_since(MoeStamp stamp) const {
     const uint32_t now = clocks_now();
-    stamp_clocks(context_.call, stamp, now - since);
-    since = now;
+    stamp_clocks(context_.call, stamp, now - shared_.since);
+    shared_.since = now;
   }
 
   // First row of the warp's share of its block i, within the tile.
@@ -272,14 +359,23 @@ class TileMultiplier {
         wgmma_commit();
         wgmma_wait<1>();
       }
-      if (step > 0 && lane_ == 0) mbarrier_arrive(&shared_.empty[before]);
+      if (step > 0) release_step(before);
       before = steps_.at;
       steps_.advance();
     }
     if (kBlocks > 0) wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
-    if (lane_ == 0) mbarrier_arrive(&shared_.empty[before]);
+    release_step(before);
+  }
+
+  // To whoever loads into this CTA.
+  __device__ void release_step(int32_t step) {
+    if (kCluster == 1) {
+      if (lane_ == 0) mbarrier_arrive(&shared_.empty[step]);
+    } else if (lane_ < kCluster) {
+      peer_arrive(peer_address(&shared_.empty[step], lane_));
+    }
   }
 
   // The lane, in a way that the compiler cannot compute with ahead of the tile: the accumulators
@@ -371,7 +467,7 @@ class TileMultiplier {
   const int32_t lane_, group_, warp_;
   uint8_t* const staging_;
   RingAt<kNumSteps> steps_;
-  RingAt<kNumTiles> tiles_;
+  TileRing tiles_;
 };
 
 // While nothing has been pulled yet those who multiply have nothing to do. With one wave no row
@@ -381,39 +477,60 @@ __device__ inline void help_to_pull(const MoeContext& context, int32_t num_ctas)
   pull_rows(context, num_ctas * kMmaWarps);
 }
 
+// Whether this CTA is to work: all of a cluster, or none.
+template <int kCluster>
+__device__ inline bool decide_to_work(const MoeCall& call, const DeviceTable& table,
+                                      TensorShared& shared) {
+  const int32_t cta = blockIdx.y;
+  const bool is_wanted = cta / kCluster * kCluster < call.ctas_per_rank;
+  if (kCluster == 1) {
+    if (threadIdx.x == 0) shared.is_wanted = is_wanted || has_come(table, Stage::kReady);
+    __syncthreads();
+    return shared.is_wanted != 0;
+  }
+  cluster_sync();  // the other CTA is there, and its barriers are
+  if (threadIdx.x == 0 && cluster_rank() == 0) {
+    const uint32_t decision = is_wanted || has_come(table, Stage::kReady);
+    for (int32_t r = 0; r < kCluster; ++r) {
+      peer_store(peer_address(&shared.is_wanted, r), decision);
+    }
+  }
+  cluster_sync();
+  return shared.is_wanted != 0;
+}
+
+template <int kCluster>
 __global__ void __launch_bounds__(kTensorThreads, 1)
     tensor_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeMaps maps) {
   extern __shared__ uint8_t dynamic_shared[];
-  __shared__ bool is_wanted;
   const DeviceTable* table = find_table(call);
   if (table == nullptr) return;
-  const int32_t cta = blockIdx.y;
   const MoeContext context{call, *table, static_cast<int32_t>(blockIdx.x)};
   TensorShared& shared = *reinterpret_cast<TensorShared*>(
       dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    is_wanted = cta < call.ctas_per_rank || has_come(*table, Stage::kReady);
-    init_barriers(shared);
+    init_barriers<kCluster>(shared);
     stamp_ns(call, MoeStamp::kExpertsNs);
   }
-  __syncthreads();
-  if (!is_wanted || context.tables().head->num_items == 0) return;
+  if (!decide_to_work<kCluster>(call, *table, shared)) return;
+  if (context.tables().head->num_items == 0) return;
   const int32_t warp = __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x / 32), 0);
   if (warp < 4) {
     give_registers<kLoaderRegisters>();
     if (warp == 0) {
-      TileLoader(context, maps, shared).run();
+      TileLoader<kCluster>(context, maps, shared).run();
     } else if (warp == 1) {
-      publish_tiles(context, shared);
+      publish_tiles<kCluster>(context, shared);
     } else {
       pull_rows(context, INT32_MAX);
     }
   } else {
     take_registers<kMmaRegisters>();
     help_to_pull(context, call.ctas_per_rank);
-    TileMultiplier(context, shared).run();
+    TileMultiplier<kCluster>(context, shared).run();
   }
   if (threadIdx.x % 32 == 0) stamp_ns(call, MoeStamp::kTilesEndNs);
+  if (kCluster > 1) cluster_sync();  // the other CTA no longer arrives or stores here
 }
 
 }  // namespace iser::cuda

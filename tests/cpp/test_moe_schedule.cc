@@ -37,6 +37,7 @@ Case random_case(std::mt19937& rng) {
   c.sizes.ranks_per_device = 1 + rng() % ranks;
   c.sizes.tile = {kRows[rng() % 3], 96, 192};
   if (rng() % 3 == 0) c.sizes.tile = {64, 64, 64};
+  c.sizes.cluster_size = 1 + rng() % 2;
   const int32_t most = rng() % 3 == 0 ? 3 : rng() % 2 ? 200 : 9000;
   c.run_first.push_back(0);
   for (int32_t run = 0; run < c.sizes.num_runs(); ++run) {
@@ -76,7 +77,7 @@ void check(const Case& c) {
     c.expect(segment.first_item == item, "numbers", item);
     const bool is_inner = segment.gemm == Gemm::kInner;
     const int32_t columns = is_inner ? sizes.inner_tiles() : sizes.hidden_tiles();
-    for (int32_t i = 0; i < segment.num_blocks * columns; ++i, ++item) {
+    for (int32_t i = 0; i < segment.num_blocks * sizes.items(segment.gemm); ++i, ++item) {
       const Tile tile = tile_of(sizes, segment, item);
       c.expect(tile.block >= 0 && tile.block < limits.blocks, "block", tile.block);
       c.expect(tile.num_rows > 0 && tile.num_rows <= sizes.tile.rows, "tile", tile.num_rows);
@@ -93,7 +94,7 @@ void check(const Case& c) {
       if (is_inner) {
         c.expect(rows_of[tile.block] < 0 || rows_of[tile.block] == tile.num_rows, "rows", item);
         rows_of[tile.block] = tile.num_rows;
-        ++inner_done[tile.block];
+        inner_done[tile.block] += at_most(columns - tile.column, sizes.cluster_size);
         if (tile.column == 0) {
           for (int32_t row = tile.row; row < tile.row + tile.num_rows; ++row) {
             const int32_t block =
@@ -105,7 +106,7 @@ void check(const Case& c) {
         }
       } else {
         c.expect(inner_done[tile.block] == sizes.inner_tiles(), "h comes first", item);
-        ++hidden_done[tile.wave];
+        hidden_done[tile.wave] += at_most(columns - tile.column, sizes.cluster_size);
       }
       const bool is_helper = tile.slot >= sizes.slots.num_home();
       if (wave == 0 && is_helper) first_helper = at_most(first_helper, item);

@@ -53,6 +53,15 @@ std::string checked_call(MoeWorld& world, const MoeRun& run, std::vector<uint8_t
   return why;
 }
 
+// Few CTAs do in small runs, which tools and simulators slow down.
+MoeRun sized(MoeRun run, const MoeProblem& p) {
+  if (is_small && run.options.num_sms == 0) {
+    run.options.num_sms = 2 * p.slots.num_ranks;
+    run.options.copy_sms = 0;
+  }
+  return run;
+}
+
 // OFF against the oracle, then ON and everything else against OFF.
 void test_case(const std::string& name, const MoeProblem& p, const std::vector<MoeRun>& runs,
                int32_t num_devices = 1, int gpus = 1) {
@@ -62,12 +71,12 @@ void test_case(const std::string& name, const MoeProblem& p, const std::vector<M
   first.is_balanced = false;
   first.late_ready_ns = 0;
   std::vector<uint8_t> off, y;
-  std::string why = checked_call(world, first, &off);
+  std::string why = checked_call(world, sized(first, p), &off);
   if (why.empty()) why = Expected(p).compare(p, off);
   if (!why.empty()) why = "OFF: " + why;
   int32_t broadcasts = 0;
   for (size_t i = 0; i < runs.size() && why.empty(); ++i) {
-    why = checked_call(world, runs[i], &y);
+    why = checked_call(world, sized(runs[i], p), &y);
     broadcasts += world.num_broadcasts;
     if (why.empty()) why = same_bits(p, y, off);
     if (!why.empty()) why = "run " + std::to_string(i) + ": " + why;
@@ -85,6 +94,12 @@ MoeRun with_engine(MoeEngine engine) {
   return run;
 }
 
+MoeRun with_cluster(int32_t size) {
+  MoeRun run;
+  run.options.cluster_size = size;
+  return run;
+}
+
 std::string text(const char* format, int a, int b, int c = 0, int d = 0) {
   char line[120];
   std::snprintf(line, sizeof line, format, a, b, c, d);
@@ -97,12 +112,15 @@ void test_first() {
     MoeProblem p = make_problem({1, 1, 0}, 1, 64, 64, rows, 0, 1);
     for (int32_t& id : p.ids[0]) id = 0;
     test_case(text("first: plain, %d rows, D=I=%d", rows, 64), p, {with_engine(MoeEngine::kPlain)});
-    test_case(text("first: tensor, %d rows, D=I=%d", rows, 64), p, {on()});
+    test_case(text("first: tensor, %d rows, D=I=%d", rows, 64), p, {with_cluster(1)});
+    test_case(text("first: tensor in pairs, %d rows, D=I=%d", rows, 64), p, {with_cluster(2)});
   }
   const int hidden = is_small ? 320 : 1024, inner = is_small ? 256 : 448;
   MoeProblem deep = make_problem({1, 1, 0}, 1, hidden, inner, 256, 0, 1);
   for (int32_t& id : deep.ids[0]) id = 0;
-  test_case(text("first: tensor, 256 rows, D=%d I=%d", hidden, inner), deep, {on()});
+  test_case(text("first: tensor, 256 rows, D=%d I=%d", hidden, inner), deep, {with_cluster(1)});
+  test_case(text("first: tensor in pairs, 256 rows, D=%d I=%d", hidden, inner), deep,
+            {with_cluster(1), with_cluster(2)});
 }
 
 void test_sizes() {
@@ -111,7 +129,7 @@ void test_sizes() {
       if (is_small && hidden * inner > 64 * 64) continue;
       test_case(text("sizes: D=%d I=%d", hidden, inner),
                 make_problem({2, 8, 2}, 2, hidden, inner, is_small ? 40 : 150, 1, hidden + inner),
-                {on(), on()});
+                {with_cluster(1), with_cluster(2)});
     }
   }
 }
@@ -129,25 +147,30 @@ void test_rows() {
   std::shuffle(ids.begin(), ids.end(), rng);
   p.num_tokens = ids.size();
   p.ids = {ids};
-  std::vector<MoeRun> runs(4);
+  std::vector<MoeRun> runs(6);
   runs[1].options.tile_rows = 64;
   runs[2].options.tile_rows = 128;
   runs[3].options.num_sms = 3;
-  test_case("rows: 0, 1, 63 to 10,000 an expert; tiles of 256, 64, 128 rows; 3 SMs", p, runs);
+  runs[4].options.cluster_size = 2;
+  runs[5].options.cluster_size = 2;
+  runs[5].options.tile_rows = 64;
+  test_case("rows: 0, 1, 63 to 10,000 an expert; tiles of 256, 64, 128 rows; 3 SMs; pairs", p,
+            runs);
 }
 
 void test_ranks() {
   for (int ranks : {1, 2, 4, 8}) {
     for (int kind : {0, 2, 3, 5}) {
       if (is_small && (kind != 2 || ranks > 2)) continue;
-      std::vector<MoeRun> runs(is_small ? 2 : 5);
+      std::vector<MoeRun> runs(is_small ? 2 : 6);
       runs[1].late_ready_ns = 3'000'000;
+      runs[1].options.cluster_size = 2;
       if (!is_small) {
         runs[2].options.tile_rows = 128;
         runs[3].options.num_sms = 2 * ranks;
         runs[4].options.num_sms = 120;
         runs[4].options.copy_sms = 0;
-        runs[4].late_ready_ns = 0;
+        runs[5].options.cluster_size = 2;
       }
       test_case(text("ranks: V=%d, W%d", ranks, kind),
                 make_problem({ranks, ranks * 6, 2}, 4, is_small ? 64 : 384, is_small ? 64 : 256,
@@ -177,8 +200,9 @@ void test_devices() {
 void test_waves() {
   const MoeProblem p =
       make_problem({4, 16, 2}, 4, is_small ? 64 : 256, 128, is_small ? 20 : 200, 2, 6);
-  std::vector<MoeRun> runs(6);
+  std::vector<MoeRun> runs(7);
   runs[1].max_routes_per_rank = 300;
+  runs[2].options.cluster_size = runs[3].options.cluster_size = 2;
   runs[2].max_routes_per_rank = 64;
   runs[3].max_routes_per_rank = 97;
   runs[3].late_ready_ns = 1'000'000;
@@ -186,6 +210,9 @@ void test_waves() {
   runs[4].options.num_sms = 4;
   runs[5].max_routes_per_rank = 200;
   runs[5].options.tile_rows = 64;
+  runs[6].max_routes_per_rank = 150;
+  runs[6].options.cluster_size = 2;
+  runs[6].options.num_sms = 8;
   test_case("waves: 1, many, odd sizes", p, runs);
   std::vector<MoeRun> plain(2, with_engine(MoeEngine::kPlain));
   plain[1].max_routes_per_rank = 75;
@@ -214,14 +241,16 @@ void test_layers() {
   for (int layer = 0; layer < 3; ++layer) {
     p.layer = layer;
     test_case(text("layers: stacked, layer %d of %d", layer, 3), p,
-              {on(), with_engine(MoeEngine::kAuto)});
+              {with_cluster(1), with_cluster(2)});
   }
 }
 
 // A larger one, near a model's sizes, with everything that may change between runs.
 void test_model() {
   if (is_small) return;
-  std::vector<MoeRun> runs(6);
+  std::vector<MoeRun> runs(8);
+  runs[6].options.cluster_size = 1;
+  runs[7].options.cluster_size = 2;
   runs[1].options.tile_rows = 128;
   runs[2].options.num_sms = 40;
   runs[3].max_routes_per_rank = 900;
@@ -254,8 +283,8 @@ void test_repeats() {
       late[i / 10 % 4 * static_cast<int>(Stage::kNumStages) + 2] = 3'000'000;
       world.devices[0]->stalls.put(late);
     }
-    MoeRun run;
-    run.is_balanced = i % 3 != 0;
+    MoeRun run = with_cluster(i % 3);
+    run.is_balanced = i % 4 != 0;
     why = checked_call(world, run, &y);
     if (why.empty()) why = same_bits(p, y, first);
     if (!why.empty()) why = "call " + std::to_string(i) + ": " + why;
@@ -397,6 +426,9 @@ void test_refusals() {
   options.engine = MoeEngine::kAuto;
   options.tile_rows = 96;
   expect(false, good, DType::kBF16, options, "tiles of 96 rows");
+  options.tile_rows = 0;
+  options.cluster_size = 3;
+  expect(false, good, DType::kBF16, options, "clusters of 3");
   if (fused_engine(good, DType::kBF16, {}) != MoeEngine::kTensor) why = "engine of good sizes";
   if (fused_engine(shape, DType::kBF16, {}) != MoeEngine::kPlain) why = "engine of D=136";
   report("refusals", why);

@@ -10,7 +10,16 @@ import pathlib
 import re
 import sys
 
-KINDS = {"=r": "out", "+r": "inout", "=l": "out", "+f": "inout", "r": "in", "l": "in", "n": "in"}
+KINDS = {
+    "=r": "out",
+    "+r": "inout",
+    "=l": "out",
+    "+f": "inout",
+    "r": "in",
+    "l": "in",
+    "n": "in",
+    "h": "in",
+}
 # Kernels without barriers or warp operations: their threads run one after the other.
 PLAIN = ("fill_hashed", "oracle_inner", "oracle_hidden")
 

@@ -89,8 +89,15 @@ struct WarpGroup {
   Meeting meeting;
 };
 
-// A CTA; one CPU thread runs it.
+constexpr uint32_t kPeerBase = 1u << 28;  // shared addresses of the cluster's CTAs lie this apart
+
+// A CTA; one CPU thread runs it, and the other CTAs of its cluster.
 struct Cta {
+  std::vector<std::unique_ptr<Cta>>* cluster = nullptr;
+  unsigned rank = 0;  // in the cluster
+  dim3 index;
+  std::unique_ptr<uint8_t[]> memory;
+  Meeting* cluster_meeting = nullptr;
   std::vector<Fiber> fibers;
   std::vector<Meeting> warps;
   std::vector<uint64_t> values, snapshots;
@@ -101,18 +108,24 @@ struct Cta {
   std::vector<std::function<void()>> landing;  // tensor copies under way
   std::vector<void*> statics;
   uint8_t* shared = nullptr;
-  ucontext_t scheduler;
   unsigned current = 0, idle = 0;
-  std::mt19937 rng{1};
 };
 
 inline thread_local Cta* cta = nullptr;
+inline thread_local ucontext_t scheduler;
+
+inline void enter(Cta* of, unsigned thread) {
+  cta = of;
+  cta->current = thread;
+  threadIdx.x = thread;
+  blockIdx = of->index;
+}
 
 inline void yield() {
-  const unsigned self = cta->current;
-  swapcontext(&cta->fibers[self].context, &cta->scheduler);
-  cta->current = self;
-  threadIdx.x = self;
+  Cta* const own = cta;
+  const unsigned self = own->current;
+  swapcontext(&own->fibers[self].context, &scheduler);
+  enter(own, self);
 }
 
 inline void meet(Meeting& meeting, uint32_t count) {
@@ -153,7 +166,15 @@ inline uint32_t to_shared(const void* pointer) {
   return to_shared(pointer);
 }
 
+inline Cta& cta_of(uint32_t address) {
+  return address < kPeerBase ? *cta : *cta->cluster->at(address / kPeerBase - 1);
+}
+
 inline uint8_t* from_shared(uint32_t address) {
+  if (address >= kPeerBase) {
+    Cta& peer = cta_of(address);
+    return peer.shared + address % kPeerBase - 128;
+  }
   if (address >= kStaticBase) {
     return static_cast<uint8_t*>(cta->statics[(address - kStaticBase) / 1024]);
   }
@@ -164,56 +185,79 @@ inline uint8_t* from_shared(uint32_t address) {
   return cta->shared + address - 128;
 }
 
-template <class Body>
-void run_cta(unsigned threads, const Body& body) {
-  Cta& c = *cta;
-  static thread_local const std::function<void()>* entry;
-  const std::function<void()> function = body;
-  entry = &function;
+// Makes the fibers of a CTA.
+inline void prepare_cta(Cta& c, unsigned threads) {
   c.fibers = std::vector<Fiber>(threads);
   c.warps.assign((threads + 31) / 32, {});
   c.values.assign((threads + 31) / 32 * 32, 0);
   c.snapshots.assign(static_cast<size_t>(threads + 31) / 32 * 32 * 32, 0);
   c.stores.assign(threads * 5, 0);
   c.groups = std::vector<WarpGroup>((threads + 127) / 128);
-  for (unsigned i = 0; i < threads; ++i) {
-    Fiber& fiber = c.fibers[i];
+  c.memory.reset(new uint8_t[kSharedBytes + 2048]);
+  c.shared = c.memory.get() + (1024 - reinterpret_cast<uintptr_t>(c.memory.get()) % 1024) % 1024;
+  std::memset(c.shared, 0xcd, kSharedBytes);
+}
+
+inline thread_local const std::function<void()>* entry;
+
+inline void run_fiber() {
+  (*entry)();
+  Cta* const own = cta;
+  Fiber& fiber = own->fibers[own->current];
+  fiber.is_done = true;
+  swapcontext(&fiber.context, &scheduler);
+}
+
+inline void start_fibers(Cta& c) {
+  for (Fiber& fiber : c.fibers) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = &c.scheduler;
-    makecontext(&fiber.context, static_cast<void (*)()>([] {
-      threadIdx.x = cta->current;
-      (*entry)();
-      cta->fibers[cta->current].is_done = true;
-      cta->idle = 0;
-      swapcontext(&cta->fibers[cta->current].context, &cta->scheduler);
-    }),
-                0);
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, run_fiber, 0);
   }
+}
+
+// Lets one warp get on; returns how many of its threads have ended.
+inline unsigned run_warp(Cta& c, unsigned warp) {
+  unsigned ended = 0;
+  const unsigned end = std::min<unsigned>(c.fibers.size(), warp * 32 + 32);
+  for (unsigned i = warp * 32; i < end; ++i) {
+    if (c.fibers[i].is_done) continue;
+    enter(&c, i);
+    swapcontext(&scheduler, &c.fibers[i].context);
+    ended += c.fibers[i].is_done;
+  }
+  return ended;
+}
+
+inline void land_one(Cta& c, std::mt19937& rng) {
+  const size_t which = rng() % c.landing.size();
+  const auto land = std::move(c.landing[which]);
+  c.landing.erase(c.landing.begin() + which);
+  cta = &c;
+  land();
+}
+
+// Runs the CTAs of a cluster to their ends.
+inline void run_cluster(std::vector<std::unique_ptr<Cta>>& ctas, unsigned threads,
+                        const std::function<void()>& kernel, std::mt19937& rng) {
+  entry = &kernel;
+  for (auto& c : ctas) start_fibers(*c);
   const unsigned warps = (threads + 31) / 32;
   const auto begin = std::chrono::steady_clock::now();
-  for (unsigned left = threads, turn = 0; left > 0; ++turn) {
-    const unsigned warp = c.rng() % warps;
-    for (unsigned i = warp * 32; i < std::min(threads, warp * 32 + 32); ++i) {
-      if (c.fibers[i].is_done) continue;
-      c.current = threadIdx.x = i;
-      swapcontext(&c.scheduler, &c.fibers[i].context);
-      left -= c.fibers[i].is_done;
-    }
-    if (!c.landing.empty() && c.rng() % 4 == 0) {
-      const size_t which = c.rng() % c.landing.size();
-      const auto land = std::move(c.landing[which]);
-      c.landing.erase(c.landing.begin() + which);
-      land();
-    }
+  for (unsigned left = threads * ctas.size(), turn = 0; left > 0; ++turn) {
+    Cta& c = *ctas[rng() % ctas.size()];
+    left -= run_warp(c, rng() % warps);
+    if (!c.landing.empty() && rng() % 4 == 0) land_one(c, rng);
     if (turn % 4096 == 0 && std::chrono::steady_clock::now() - begin > std::chrono::minutes(2)) {
       std::fprintf(stderr, "simt: a CTA has run for two minutes; its threads wait for ever\n");
       std::abort();
     }
     if (turn % 64 == 0) std::this_thread::yield();
   }
-  if (!c.landing.empty()) {
+  for (const auto& c : ctas) {
+    if (c->landing.empty()) continue;
     std::fprintf(stderr, "simt: a CTA ended before its tensor copies\n");
     std::abort();
   }
@@ -222,29 +266,35 @@ void run_cta(unsigned threads, const Body& body) {
 struct Launch {
   dim3 grid, block;
   size_t shared;
+  unsigned cluster = 1;  // CTAs side by side in y
 
   Launch(dim3 g, dim3 b, size_t s = 0, void* = nullptr) : grid(g), block(b), shared(s) {}
+
+  std::vector<std::unique_ptr<Cta>> make_cluster(unsigned index, Meeting& meeting) const {
+    std::vector<std::unique_ptr<Cta>> ctas;
+    for (unsigned r = 0; r < cluster; ++r) {
+      ctas.push_back(std::make_unique<Cta>());
+      prepare_cta(*ctas[r], block.x);
+      ctas[r]->rank = r;
+      ctas[r]->index = dim3(index % grid.x, index / grid.x * cluster + r, 0);
+      ctas[r]->cluster_meeting = &meeting;
+    }
+    return ctas;
+  }
 
   template <class Kernel, class... Args>
   void run(Kernel kernel, const Args&... args) const {
     std::atomic<unsigned> next{0};
-    const unsigned total = grid.x * grid.y;
+    const unsigned total = grid.x * grid.y / cluster;
     const auto worker = [&](unsigned seed) {
-      Cta own;
-      own.rng.seed(seed + 7);
-      std::unique_ptr<uint8_t[]> memory(new uint8_t[kSharedBytes + 2048]);
-      own.shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024) % 1024;
-      cta = &own;
+      std::mt19937 rng(seed + 7);
       gridDim = grid;
       blockDim = block;
       for (unsigned i; (i = next++) < total;) {
-        std::memset(own.shared, 0xcd, kSharedBytes);
-        own.barriers.clear();
-        own.statics.clear();
-        own.block = {};
-        for (Meeting& meeting : own.named) meeting = {};
-        blockIdx = dim3(i % grid.x, i / grid.x, 0);
-        run_cta(block.x, [&] { kernel(args...); });
+        Meeting meeting;
+        auto ctas = make_cluster(i, meeting);
+        for (auto& c : ctas) c->cluster = &ctas;
+        run_cluster(ctas, block.x, [&] { kernel(args...); }, rng);
       }
       cta = nullptr;
     };

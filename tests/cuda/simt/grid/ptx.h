@@ -142,7 +142,8 @@ inline void store_matrix(const std::vector<Operand>& operands, const std::vector
 }
 
 inline void barrier_op(const std::string& text, const std::vector<uint64_t>& v) {
-  Barrier& barrier = cta->barriers[static_cast<uint32_t>(v[0])];
+  const uint32_t address = static_cast<uint32_t>(v[0]);
+  Barrier& barrier = cta_of(address).barriers[address % kPeerBase];
   if (has(text, "init")) {
     barrier = {};
     barrier.count = barrier.pending = static_cast<uint32_t>(v[1]);
@@ -157,19 +158,30 @@ inline void barrier_op(const std::string& text, const std::vector<uint64_t>& v) 
   barrier.settle();
 }
 
-inline void tensor_copy(const std::vector<uint64_t>& v) {
-  TensorMap map;
-  std::memcpy(&map, reinterpret_cast<const void*>(v[1]), sizeof map);
-  const uint32_t shared = static_cast<uint32_t>(v[0]), barrier = static_cast<uint32_t>(v.back());
-  std::vector<int32_t> at;
-  for (size_t i = 2; i + 1 < v.size(); ++i) at.push_back(static_cast<int32_t>(v[i]));
-  cta->landing.push_back([=] {
+inline void land_later(Cta& c, const TensorMap& map, uint32_t shared, uint32_t barrier,
+                       const std::vector<int32_t>& at) {
+  c.landing.push_back([=] {
     land_box(map, shared, at);
     uint64_t bytes = 2;
     for (uint32_t i = 0; i < map.rank; ++i) bytes *= map.box[i];
     cta->barriers[barrier].bytes -= bytes;
     cta->barriers[barrier].settle();
   });
+}
+
+// Of [to], [map, {coordinates}], [barrier], and the CTAs of the cluster that get it.
+inline void tensor_copy(std::vector<uint64_t> v, bool is_multicast) {
+  const uint64_t ctas = is_multicast ? v.back() : 0;
+  if (is_multicast) v.pop_back();
+  TensorMap map;
+  std::memcpy(&map, reinterpret_cast<const void*>(v[1]), sizeof map);
+  const uint32_t shared = static_cast<uint32_t>(v[0]), barrier = static_cast<uint32_t>(v.back());
+  std::vector<int32_t> at;
+  for (size_t i = 2; i + 1 < v.size(); ++i) at.push_back(static_cast<int32_t>(v[i]));
+  for (size_t r = 0; r < cta->cluster->size(); ++r) {
+    const bool is_target = is_multicast ? (ctas >> r & 1) != 0 : r == cta->rank;
+    if (is_target) land_later(*cta->cluster->at(r), map, shared, barrier, at);
+  }
 }
 
 inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
@@ -181,7 +193,7 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
   if (has(text, "ld.acquire") || has(text, "ld.relaxed")) {
     yield();
     *static_cast<uint32_t*>(operands[order[0]].out) = __atomic_load_n(word(1), __ATOMIC_SEQ_CST);
-  } else if (has(text, "st.release") || has(text, "st.relaxed")) {
+  } else if (text.rfind("st.release", 0) == 0 || text.rfind("st.relaxed", 0) == 0) {
     __atomic_store_n(word(0), static_cast<uint32_t>(v.at(1)), __ATOMIC_SEQ_CST);
   } else if (text.rfind("red.", 0) == 0) {
     __atomic_fetch_add(word(0), static_cast<uint32_t>(v.at(1)), __ATOMIC_SEQ_CST);
@@ -193,7 +205,9 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
     if (!is_over) yield();
     *static_cast<uint32_t*>(operands[order[2]].out) = is_over;
   } else if (has(text, "mbarrier")) {
-    has(text, "fence") ? void() : has(text, "cp.async") ? tensor_copy(v) : barrier_op(text, v);
+    has(text, "fence")      ? void()
+    : has(text, "cp.async") ? tensor_copy(v, has(text, "multicast"))
+                            : barrier_op(text, v);
     if (has(text, "cp.async") || has(text, "fence")) return;
   } else if (has(text, "wgmma.mma_async")) {
     issue_mma(operands, order);
@@ -217,6 +231,18 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
                   128);
     }
     __syncwarp();
+  } else if (has(text, "barrier.cluster.arrive")) {
+    size_t threads = 0;
+    for (const auto& c : *cta->cluster) threads += c->fibers.size();
+    meet(*cta->cluster_meeting, threads);
+  } else if (has(text, "%%cluster_ctarank")) {
+    *static_cast<uint32_t*>(operands[0].out) = cta->rank;
+  } else if (has(text, "mapa")) {
+    const uint32_t peer = static_cast<uint32_t>(v.at(2) + 1) * kPeerBase;
+    *static_cast<uint32_t*>(operands[0].out) = static_cast<uint32_t>(v.at(1)) + peer;
+  } else if (has(text, "st.shared::cluster")) {
+    const uint32_t value = static_cast<uint32_t>(v.at(1));
+    std::memcpy(from_shared(static_cast<uint32_t>(v.at(0))), &value, 4);
   } else if (has(text, "bar.sync")) {
     meet(cta->named[1], static_cast<uint32_t>(v.at(0)));
   } else if (!has(text, "fence") && !has(text, "setmaxnreg")) {

@@ -69,6 +69,28 @@ inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return 0; }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, int) { return 0; }
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return 0; }
 inline cudaError_t cudaEventDestroy(cudaEvent_t) { return 0; }
+enum { cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args...),
+                               const Args&... args) {
+  simt::Launch launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
+  launch.cluster = config->attrs[0].val.clusterDim.y;
+  launch.run(kernel, args...);
+  return 0;
+}
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
   return 0;
