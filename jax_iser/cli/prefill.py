@@ -132,7 +132,7 @@ def _open_domain(domain_type, mesh, config):
     import dataclasses
 
     sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    del sizes["num_ranks"]  # follows from the mesh
+    del sizes["num_ranks"], sizes["platform"]  # follow from the mesh
     try:
         return domain_type(mesh, "ep", **sizes)
     except (ValueError, OSError, TimeoutError) as error:
