@@ -329,10 +329,8 @@ def _release_dropped(runtime):
         stacklevel=2,
     )
 
-    release = threading.Thread(
-        target=runtime.close, args=(1.0,), name="jax_iser-release", daemon=True
-    )
-    release.start()
+    # The interpreter waits for it: a thread that it has left behind may not come back to Python.
+    threading.Thread(target=runtime.close, args=(1.0,), name="jax_iser-release").start()
 
 
 @atexit.register

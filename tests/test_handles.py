@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -85,6 +87,30 @@ def test_a_dropped_domain_is_released_with_a_warning():
     while num_fds() > fds or len(os.listdir("/proc/self/task")) > threads:
         assert time.monotonic() < deadline, "threads or descriptors of a dropped Domain are left"
         time.sleep(0.01)
+
+
+DROPPED_AT_EXIT = """
+from layers import jitted_layer, make_domain, make_problem, run_layer
+
+def main():
+    problem = make_problem()
+    domain = make_domain(problem)
+    run_layer(problem, domain=domain)
+    domain.stall(3, "counts", 1.5)
+    for _ in range(5):
+        jitted_layer(domain.mesh)(*problem.operands, domain.handle)
+
+main()  # drops the Domain with calls in flight
+print("fine", flush=True)
+"""
+
+
+def test_leaving_python_right_after_a_domain_was_dropped():
+    for _ in range(3):  # what must not happen is a matter of moments
+        done = subprocess.run(
+            [sys.executable, "-c", DROPPED_AT_EXIT], capture_output=True, text=True, timeout=100
+        )
+        assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
 def test_a_domain_that_cannot_be_made_leaves_no_descriptor():
