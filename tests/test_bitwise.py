@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from layers import (
     OFF,
+    assert_replicas,
     assert_same_bits,
     assert_same_plan,
     dense_numpy,
@@ -17,7 +18,6 @@ from layers import (
     run_layer,
 )
 
-from jax_iser.groups import group_levels
 from jax_iser.replay.workloads import WORKLOADS
 
 DTYPES = ("float32", "bfloat16")
@@ -111,21 +111,6 @@ def test_layers_of_one_domain_in_turn():
             assert_same_bits(on, off, f"output of call {layer}")
 
 
-def bundle(problem, expert) -> bytes:
-    return b"".join(np.ascontiguousarray(plane[expert]).tobytes() for plane in problem.weights)
-
-
-def check_replicas(domain, problem, plan, layer=0):
-    """Every member but the owner holds the expert's very bytes. Returns how many there are."""
-    levels, count = group_levels(problem.num_ranks, domain.config.min_group_size), 0
-    for expert, owner, level, group, helper, _ in plan.broadcasts[: plan.num_broadcasts]:
-        for rank in levels[level].members(group):
-            if rank != owner:
-                assert domain.helper(rank, layer, helper) == bundle(problem, expert)
-                count += 1
-    return count
-
-
 @pytest.mark.parametrize("copy_rule", ["owner_direct", "sami", "per_slot"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_replicas_are_their_experts(copy_rule, dtype):
@@ -137,7 +122,7 @@ def test_replicas_are_their_experts(copy_rule, dtype):
         _, plan = run_layer(problem, domain=domain, options={"layer": 1})
         hows = plan.broadcasts[: plan.num_broadcasts, 5].tolist()
         assert set(hows) == {"owner_direct": {0}, "sami": {1}}.get(copy_rule, set(hows))
-        assert check_replicas(domain, problem, plan, layer=1) > 8
+        assert assert_replicas(domain, problem, plan, layer=1) > 8
 
 
 def test_residents_are_not_copied_again():
@@ -152,7 +137,7 @@ def test_residents_are_not_copied_again():
     )
     with make_domain(problem, resident=True, bank="per_layer", num_layers=2) as domain:
         first, plan = run_layer(problem, domain=domain)
-        num_replicas = check_replicas(domain, problem, plan)
+        num_replicas = assert_replicas(domain, problem, plan)
         assert (plan.broadcasts[: plan.num_broadcasts, 5] == 0).all()
         y, again = run_layer(problem, domain=domain)
         assert (again.broadcasts[: again.num_broadcasts, 5] == 2).all()
@@ -160,16 +145,16 @@ def test_residents_are_not_copied_again():
         assert_same_bits(y, first)
         # Nothing moves: the slots keep the old bytes, which a copy would have replaced.
         run_layer(changed, domain=domain)
-        assert check_replicas(domain, problem, plan) == num_replicas
+        assert assert_replicas(domain, problem, plan) == num_replicas
         # Another layer has slots of its own, and copies.
         _, other = run_layer(changed, domain=domain, options={"layer": 1})
         assert (other.broadcasts[: other.num_broadcasts, 5] == 0).all()
-        check_replicas(domain, changed, other, layer=1)
+        assert_replicas(domain, changed, other, layer=1)
         # A new version copies, and is right.
         options = {"weights_version": 1}
         y, fresh = run_layer(changed, domain=domain, options=options)
         assert (fresh.broadcasts[: fresh.num_broadcasts, 5] == 0).all()
-        check_replicas(domain, changed, fresh)
+        assert_replicas(domain, changed, fresh)
         assert_same_bits(y, run_layer(changed, domain=domain, options=options | OFF)[0])
 
 
@@ -182,7 +167,7 @@ def test_residents_survive_other_routes():
         for step in (0, 0, 1, 1, 2, 0, 2):
             problem = make_problem("W6", num_experts=32, top_k=4, step=step)
             y, plan = run_layer(problem, domain=domain)
-            check_replicas(domain, problem, plan)
+            assert_replicas(domain, problem, plan)
             ways |= set(plan.broadcasts[: plan.num_broadcasts, 5].tolist())
             assert_same_bits(y, run_layer(problem, domain=domain, options=OFF)[0], f"step {step}")
     assert ways == {0, 2}

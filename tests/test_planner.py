@@ -193,7 +193,7 @@ def test_repair_leaves_loads_and_keeps_more_at_home(case):
 
 
 def pairs_by_the_book(num_ranks):
-    """The rings of DESIGN.md section 6.4, from its text."""
+    """The rings of stage 4 in docs/planner.md, from its text."""
     n = num_ranks + num_ranks % 2
     for t in range(n - 1):
         ring = [n - 1] + [(t + j) % (n - 1) for j in range(n - 1)]

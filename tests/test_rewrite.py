@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from layers import AXIS, assert_same_bits, assert_same_plan, make_domain, make_problem, mesh_of
+from layers import (
+    AXIS,
+    assert_same_bits,
+    assert_same_plan,
+    make_domain,
+    make_problem,
+    mesh_of,
+    run_plan,
+)
 
 import jax_iser
 from jax_iser import planner
@@ -18,7 +26,7 @@ RANKS = (1, 2, 3, 4, 6, 8, 16, 24, 33, 72)
 
 
 def rewrite_by_the_book(ids, counts, plan, num_slots, min_group_size):
-    """DESIGN.md section 6.5, one route at a time: `route_slot` of `[P, tokens, K]`."""
+    """Stage 5 of docs/planner.md, one route at a time: `route_slot` of `[P, tokens, K]`."""
     num_ranks, num_experts = counts.shape
     home = num_experts // num_ranks
     stride = home + num_slots
@@ -104,26 +112,10 @@ def test_every_route_goes_where_the_quotas_say(
     np.testing.assert_array_equal(twin.flow(counts, plan), flow)
 
 
-def call_plan(domain, ids):
-    """`plan` on every device; each rank's own copy of all fields, stacked by device."""
-
-    def on_device(ids, handle):
-        return jax.tree.map(lambda a: a[None], jax_iser.plan(ids, handle))
-
-    call = jax.shard_map(
-        on_device,
-        mesh=domain.mesh,
-        in_specs=(P(AXIS), P(AXIS)),
-        out_specs=P(AXIS),
-        check_vma=False,
-    )
-    return jax.tree.map(np.asarray, jax.jit(call)(ids.reshape(-1, ids.shape[-1]), domain.handle))
-
-
 def check_call(problem, *, ranks_per_device, **knobs):
     ids = problem.topk_ids.reshape(problem.num_ranks, -1, problem.topk_ids.shape[1])
     with make_domain(problem, ranks_per_device=ranks_per_device, **knobs) as domain:
-        config, found = domain.config, call_plan(domain, ids)
+        config, found = domain.config, run_plan(problem, domain=domain)
     options = {
         "num_helper_slots": config.num_helper_slots,
         "min_group_size": config.min_group_size,
