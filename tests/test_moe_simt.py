@@ -29,11 +29,11 @@ FAULTS = {
         "wgmma_wait<1>();",
         "wgmma_wait<2>();",
     ),
-    "rows that one CTA of a pair frees for both": (
-        "first: tensor in pairs, 256",
-        "moe_tensor.cuh",
-        "mbarrier_init(&shared.empty[i], kCluster * kMmaWarps);",
-        "mbarrier_init(&shared.empty[i], kMmaWarps);",
+    "columns behind the last that count as done": (
+        "first: tensor in pairs, 64",
+        "moe_context.cuh",
+        "  if (tile.column >= context.call.sizes.column_tiles(tile.gemm)) return;\n",
+        "",
     ),
     "tiles that do not wait for their rows": (
         "first: tensor",

@@ -250,8 +250,8 @@ inline void run_cluster(std::vector<std::unique_ptr<Cta>>& ctas, unsigned thread
     Cta& c = *ctas[rng() % ctas.size()];
     left -= run_warp(c, rng() % warps);
     if (!c.landing.empty() && rng() % 4 == 0) land_one(c, rng);
-    if (turn % 4096 == 0 && std::chrono::steady_clock::now() - begin > std::chrono::minutes(2)) {
-      std::fprintf(stderr, "simt: a CTA has run for two minutes; its threads wait for ever\n");
+    if (turn % 4096 == 0 && std::chrono::steady_clock::now() - begin > std::chrono::minutes(1)) {
+      std::fprintf(stderr, "simt: a CTA has run for a minute; its threads wait for ever\n");
       std::abort();
     }
     if (turn % 64 == 0) std::this_thread::yield();
