@@ -51,6 +51,9 @@ __global__ void __launch_bounds__(kBeginThreads)
   const DeviceTable* table = find_table(call);
   if (table == nullptr) return;
   if (threadIdx.x == 0) stamp_ns(call, MoeStamp::kBeginNs);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    table->times_of(*table->plan.generation).fused_called = global_ns();
+  }
   const int32_t ranks = call.sizes.ranks_per_device;
   const size_t words = call.row_bytes() * call.sizes.num_tokens / sizeof(uint4);
   const uint4* from = static_cast<const uint4*>(call.launch.x);

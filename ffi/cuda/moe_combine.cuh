@@ -46,7 +46,9 @@ __device__ inline int32_t code_of_error(const DeviceTable& table) {
   const uint64_t begin = global_ns();
   while (load_acquire(&words->aborted) == 2 && global_ns() - begin < 1'000'000) {
   }
-  return static_cast<int32_t>(load_relaxed(reinterpret_cast<const uint32_t*>(&words->error.code)));
+  const auto* code = reinterpret_cast<const uint32_t*>(&words->error.code);
+  const int32_t found = static_cast<int32_t>(load_relaxed(code));
+  return found != 0 ? found : static_cast<int32_t>(ErrorCode::kPeerDied);  // its writer died
 }
 
 // One CTA waits for all peers, and decides for all CTAs that follow whether the call has failed.
@@ -57,6 +59,7 @@ __global__ void __launch_bounds__(kGateThreads) gate_kernel(const __grid_constan
   if (threadIdx.x == 0) {
     ok = wait(*table, Stage::kReady, table->first_rank, *table->plan.generation,
               table->call->params.layer);
+    note_ready(*table);
   }
   __syncthreads();
   if (ok && threadIdx.x < call.sizes.slots.num_ranks) check_plan(call, *table, threadIdx.x);
@@ -208,7 +211,10 @@ __global__ void __launch_bounds__(kCombineThreads)
                tokens * call.row_bytes() / sizeof(int32_t));
   }
   if (is_last_cta(&words->combined) && threadIdx.x == 0) {
-    if (table != nullptr) table->call->is_in_flight = 0;
+    if (table != nullptr) {
+      table->call->is_in_flight = 0;
+      if (code == 0) table->times_of(*table->plan.generation).finished = global_ns();
+    }
     stamp_ns(call, MoeStamp::kEndNs);
   }
 }

@@ -159,6 +159,13 @@ struct TileQueue {
 // SM clocks since `begin`; spans of more than two seconds wrap.
 __device__ inline uint32_t clocks_now() { return static_cast<uint32_t>(clock64()); }
 
+// The moment at which this device first sees every rank READY. One thread.
+__device__ inline void note_ready(const DeviceTable& table) {
+  auto* seen =
+      reinterpret_cast<unsigned long long*>(&table.times_of(*table.plan.generation).ready_seen);
+  atomicCAS(seen, 0ull, static_cast<unsigned long long>(global_ns()));
+}
+
 // Waits for what a tile reads; one thread, the one that then reads it.
 struct TileGate {
   const MoeContext& context;
@@ -177,6 +184,7 @@ struct TileGate {
       begin = clocks_now();
       ok = is_ready =
           wait(context.table, Stage::kReady, context.rank(), context.generation(), context.layer());
+      note_ready(context.table);
       stamp_clocks(context.call, MoeStamp::kWaitReady, clocks_now() - begin);
     }
     return ok;

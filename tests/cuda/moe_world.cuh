@@ -64,6 +64,7 @@ struct MoeDevice {
   DeviceArray<CallState> call;
   DeviceArray<CallCell> cell;
   DeviceArray<uint64_t> stalls, stamps;
+  DeviceArray<CallTimes> times;
   PlanGrid grid{};
   size_t workspace_bytes = 0;
 
@@ -95,13 +96,15 @@ struct MoeDevice {
         call(1),
         cell(1),
         stalls(local * static_cast<size_t>(Stage::kNumStages)),
-        stamps(static_cast<size_t>(MoeStamp::kNumStamps)) {
+        stamps(static_cast<size_t>(MoeStamp::kNumStamps)),
+        times(kNumTimes) {
     int lowest = 0, highest = 0;
     CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     CHECK_CUDA(cudaStreamCreateWithPriority(&main, cudaStreamNonBlocking, lowest));
     CHECK_CUDA(cudaStreamCreateWithPriority(&copy, cudaStreamNonBlocking, highest));
     segment.fill(0);
     stalls.fill(0);
+    times.fill(0);
     call.fill(0);
     ticket.put({kDomainId, static_cast<uint32_t>(first), kProcessMark, 0});
     Directory entries{};
@@ -327,6 +330,7 @@ class MoeWorld {
     table.topk_ids = device.topk_ids.data;
     table.plan = device.plan();
     table.stalls = device.stalls.data;
+    table.times = device.times.data;
     for (size_t other = 0; other < devices.size(); ++other) table.heads[other] = head(other);
     for (int32_t r = 0; r < shape.slots.num_ranks; ++r) table.blocks[r] = block(r).base;
     CHECK_CUDA(cudaMemcpy(device.table.data, &table, sizeof table, cudaMemcpyHostToDevice));

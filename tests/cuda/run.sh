@@ -35,7 +35,7 @@ build_all() {
 
 run_tests() {
   local failed=0 program
-  for program in "$build"/test_{plan,replication}; do
+  for program in "$build"/test_{plan,replication,fused_moe}; do
     timeout "${LIMIT:-240}" "$program" --gpus "$gpus" || { echo "$program failed: $?"; failed=1; }
   done
   return $failed
@@ -58,7 +58,7 @@ run_benchmarks() {
 # Each tool must be silent on the kernels, and must speak on a planted fault.
 sanitize() {
   local failed=0 tool program
-  for program in "$build"/test_{plan,replication}; do
+  for program in "$build"/test_{plan,replication,fused_moe}; do
     for tool in memcheck racecheck; do
       timeout "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" --small \
         || { echo "$tool: $program failed: $?"; failed=1; }
