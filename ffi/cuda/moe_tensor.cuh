@@ -43,6 +43,7 @@ struct alignas(1024) TensorShared {
   uint64_t tile_stored[kNumTiles];  // by every warp
   uint64_t tile_empty[kNumTiles];   // of the cluster's first CTA: published by all
   Tile tiles[kNumTiles];
+  Tile next;  // found while the last is loaded
   uint32_t is_wanted;
   uint32_t since;  // when what is being timed began
 };
@@ -118,17 +119,22 @@ class TileLoader {
 
  private:
   __device__ void lead() {
-    const bool is_first = threadIdx.x % 32 == 0;
     TileQueue queue(context_);
-    int32_t item = is_first ? queue.claim() : 0;
+    find_next(queue, threadIdx.x % 32 == 0 ? queue.claim() : 0);
     for (;;) {
-      item = __shfl_sync(kAllLanes, item, 0);
-      Tile tile{Gemm::kNone};
-      if (item < queue.num_items) tile = queue.find(item);
-      if (is_first) item = announce_and_load(tile, queue);
-      const int32_t is_over = __shfl_sync(kAllLanes, item < 0, 0);
-      if (is_over) break;
+      const Tile tile = shared_.next;
+      const int32_t is_over = threadIdx.x % 32 == 0 ? !announce(tile) : 0;
+      if (__shfl_sync(kAllLanes, is_over, 0)) return;
+      load(tile, &queue);
     }
+  }
+
+  // The tile of lane 0's item; the registers that would keep it are wanted for loads.
+  __device__ void find_next(TileQueue& queue, int32_t item) {
+    item = __shfl_sync(kAllLanes, item, 0);
+    const Tile tile = item < queue.num_items ? queue.find(item) : Tile{Gemm::kNone};
+    if (threadIdx.x % 32 == 0) shared_.next = tile;
+    __syncwarp();
   }
 
   // Loads what the first CTA of the cluster has announced here; all waits but for room are its.
@@ -143,18 +149,17 @@ class TileLoader {
     }
   }
 
-  // Returns the next item, -1 after the last.
-  __device__ int32_t announce_and_load(Tile tile, const TileQueue& queue) {
-    if (tile.gemm != Gemm::kNone && (has_failed(context_.table) || !gate_.open(tile))) {
-      tile.gemm = Gemm::kNone;
-    }
+  // To everybody in the cluster, once the tile can be loaded. False for the end, and where the
+  // Domain has failed. One thread.
+  __device__ bool announce(Tile tile) {
+    if (tile.gemm != Gemm::kNone && (has_failed_ || !gate_.open(tile))) tile.gemm = Gemm::kNone;
     fence_async_proxy();  // rows, h and replicas that the gate has acquired are read by TMA
     mbarrier_wait(&shared_.tile_empty[tiles_.at()], tiles_.parity() ^ 1);
     if (kCluster > 1) announce_to_peer(tile);
     shared_.tiles[tiles_.at()] = tile;
     mbarrier_arrive(&shared_.tile_full[tiles_.at()]);
     tiles_.advance();
-    return tile.gemm == Gemm::kNone ? -1 : load(tile, &queue);
+    return tile.gemm != Gemm::kNone;
   }
 
   __device__ void announce_to_peer(Tile tile) {
@@ -186,54 +191,65 @@ class TileLoader {
     }
   }
 
-  // Returns the item that it has claimed from the queue, if any, while it loads.
-  __device__ int32_t load(const Tile& tile, const TileQueue* queue) {
+  // Whether `before` steps are left with this one, or at the first where there are not as many.
+  __device__ static bool is_due(int32_t step, int32_t num_steps, int32_t before) {
+    return step + before == num_steps || (step == 0 && num_steps < before);
+  }
+
+  // Lane 0 loads. With a queue, a whole warp: the next tile is found meanwhile, before the last
+  // steps, so that those who multiply do not wait for it.
+  __device__ void load(const Tile& tile, TileQueue* queue) {
     const MoeCall& call = context_.call;
     const bool is_inner = tile.gemm == Gemm::kInner, is_helper = call.is_helper(tile.slot);
     const int32_t depth = is_inner ? call.sizes.hidden : call.sizes.intermediate;
-    const int32_t num_steps = depth / kStepColumns, claimed_at = at_least(num_steps - 6, 0);
+    const int32_t num_steps = depth / kStepColumns;
     const int32_t num_blocks = ceil_div(tile.num_rows, kMmaRows);
     const int32_t row =
         static_cast<int32_t>(call.workspace().held_row(context_.local_idx, tile.row));
     const CUtensorMap* rows = is_inner ? &maps_.rows : &maps_.inner;
     const CUtensorMap* weights = is_inner ? &maps_.gate : &maps_.down;
-    const CUtensorMap* up = &maps_.up;
-    int32_t plane = 0, up_plane = 0;
+    int32_t plane = 0;
     if (is_helper) {
       const MoeWorkspace workspace = call.workspace();
       weights = reinterpret_cast<const CUtensorMap*>(
           workspace.map(context_.local_idx, is_inner ? kBankInner : kBankHidden));
-      up = weights;
       acquire_map(weights);
       plane = context_.helper_plane(tile.slot) + (is_inner ? 0 : 2);
-      up_plane = plane + 1;
     } else {
-      plane = up_plane = context_.expert(tile.slot);
+      plane = context_.expert(tile.slot);
     }
     const uint32_t bytes = num_blocks * kBlockBytes + kWeightBytes;
     const int32_t column = tile.column * (is_inner ? kInnerColumns : kMmaColumns);
-    int32_t next = 0;
+    const bool is_first = threadIdx.x % 32 == 0;
+    int32_t item = 0;
     for (int32_t step = 0; step < num_steps; ++step) {
-      uint64_t* full = &shared_.full[steps_.at];
-      uint8_t* to = shared_.steps[steps_.at];
-      mbarrier_wait(&shared_.empty[steps_.at], steps_.parity ^ 1);
-      mbarrier_arrive_expect(full, bytes);
-      const int32_t k = step * kStepColumns;
-      load_rows(to, rows, k, row, num_blocks, full);
-      load_box_3d(to + kRowsBytes, weights, k, column, plane, full);
-      if (is_inner) {
-        load_box_3d(to + kRowsBytes + kInnerColumns * kSwizzleRow, up, k, column, up_plane, full);
+      if (is_first) {
+        uint64_t* full = &shared_.full[steps_.at];
+        uint8_t* to = shared_.steps[steps_.at];
+        mbarrier_wait(&shared_.empty[steps_.at], steps_.parity ^ 1);
+        mbarrier_arrive_expect(full, bytes);
+        const int32_t k = step * kStepColumns;
+        load_rows(to, rows, k, row, num_blocks, full);
+        load_box_3d(to + kRowsBytes, weights, k, column, plane, full);
+        if (is_inner) {
+          load_box_3d(to + kRowsBytes + kInnerColumns * kSwizzleRow,
+                      is_helper ? weights : &maps_.up, k, column, plane + is_helper, full);
+        }
+        if (queue != nullptr && is_due(step, num_steps, 6)) item = queue->claim();
       }
-      if (step == claimed_at && queue != nullptr) next = queue->claim();
       steps_.advance();
+      if (queue != nullptr && is_due(step, num_steps, 4)) {
+        has_failed_ = has_failed(context_.table);
+        find_next(*queue, item);
+      }
     }
-    return next;
   }
 
   const MoeContext& context_;
   const MoeMaps& maps_;
   TensorShared& shared_;
   TileGate gate_;
+  bool has_failed_ = false;  // seen a moment ago
   RingAt<kNumSteps> steps_;
   TileRing tiles_;
 };
