@@ -19,7 +19,17 @@ pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH or 
 
 FLAGS = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-pthread"]
 SOURCES = ["ffi/cuda/fused_moe.cu", "tests/cuda/test_fused_moe.cu"]
-CASES = ["refusals", "first:", "plain: dtype 0", "sizes:", "rows:", "ranks:", "waves:", "layers:"]
+CASES = [
+    "refusals",
+    "first:",
+    "plain: dtype 0",
+    "sizes:",
+    "rows:",
+    "ranks:",
+    "devices: P=2",
+    "waves:",
+    "layers:",
+]
 
 # A name, a case that meets it, the file, what is right, what is wrong.
 FAULTS = {
@@ -40,6 +50,12 @@ FAULTS = {
         "moe_context.cuh",
         "bool ok = is_inner ? wait_count(context, counters.rows_done + tile.block, tile.num_rows)",
         "bool ok = is_inner ? true",
+    ),
+    "helper tiles that do not wait for READY": (
+        "ranks: V=2",
+        "moe_context.cuh",
+        "if (ok && !is_ready && context.call.is_helper(tile.slot)) {",
+        "if (false) {",
     ),
     "the wrong next columns of K": (
         "first: tensor",

@@ -147,9 +147,8 @@ inline float element_of(DType dtype, const uint8_t* bytes, size_t index) {
 // What y should be, and how far a right y may lie from it.
 //
 // bf16: an expert's output may be rounded to the neighbour (2^-8 of it, twice for safety), each h
-// too, whose effects add up at random (2^-11 of the sum of |h| |down| is far above them and far
-// below that sum), and y is rounded once. f32: 2^-17 of the sum covers any order of up to 10^4
-// sums.
+// too (2^-9 of the sum of |h| |down|, a small part of what a wrong term would change), and y is
+// rounded once. f32: 2^-17 of the sum covers any order of up to 10^4 sums.
 struct Expected {
   std::vector<double> y, bound;  // [P * num_tokens, D]
 

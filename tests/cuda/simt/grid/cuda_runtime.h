@@ -1,5 +1,5 @@
 // Enough of CUDA and of a Hopper SM to run whole kernels on a CPU, a fiber for each thread and a
-// CPU thread for each of a few resident CTAs. Streams are synchronous. Tensor copies land some time
+// CPU thread for each of a few resident CTAs, and for each stream. Tensor copies land some time
 // after they are issued, and wgmma reads its operands when somebody waits for it, so that an early
 // release of a buffer is found out. Not modelled: memory order, proxies, register counts.
 #pragma once
@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -263,12 +264,53 @@ inline void run_cluster(std::vector<std::unique_ptr<Cta>>& ctas, unsigned thread
   }
 }
 
+// Runs what it is given in order, on a thread of its own.
+class Stream {
+ public:
+  Stream() : thread_([this] { work(); }) {}
+  ~Stream() {
+    push(nullptr);
+    thread_.join();
+  }
+  void push(std::function<void()> task) {
+    std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+  void synchronize() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return tasks_.empty(); });
+  }
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const std::function<void()> task = tasks_.front();
+      if (!task) return;
+      lock.unlock();
+      task();
+      lock.lock();
+      tasks_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  std::thread thread_;
+};
+
 struct Launch {
   dim3 grid, block;
   size_t shared;
+  Stream* stream;
   unsigned cluster = 1;  // CTAs side by side in y
 
-  Launch(dim3 g, dim3 b, size_t s = 0, void* = nullptr) : grid(g), block(b), shared(s) {}
+  Launch(dim3 g, dim3 b, size_t bytes = 0, Stream* s = nullptr)
+      : grid(g), block(b), shared(bytes), stream(s) {}
 
   std::vector<std::unique_ptr<Cta>> make_cluster(unsigned index, Meeting& meeting) const {
     std::vector<std::unique_ptr<Cta>> ctas;
@@ -284,6 +326,14 @@ struct Launch {
 
   template <class Kernel, class... Args>
   void run(Kernel kernel, const Args&... args) const {
+    const std::function<void()> task = [launch = *this, kernel, args...] {
+      launch.run_now(kernel, args...);
+    };
+    stream == nullptr ? task() : stream->push(task);
+  }
+
+  template <class Kernel, class... Args>
+  void run_now(Kernel kernel, const Args&... args) const {
     std::atomic<unsigned> next{0};
     const unsigned total = grid.x * grid.y / cluster;
     const auto worker = [&](unsigned seed) {

@@ -1,8 +1,8 @@
-// The runtime's calls that the sources make: memory is the CPU's, streams are synchronous.
+// The runtime's calls that the sources make: memory is the CPU's.
 #pragma once
 
 using cudaError_t = int;
-using cudaStream_t = struct FakeStream*;
+using cudaStream_t = simt::Stream*;
 using cudaEvent_t = struct FakeEvent*;
 using cudaGraph_t = void*;
 using cudaGraphExec_t = void*;
@@ -45,20 +45,34 @@ inline cudaError_t cudaMemset(void* to, int byte, size_t bytes) {
   std::memset(to, byte, bytes);
   return 0;
 }
-inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
-  return cudaMemset(to, byte, bytes);
+inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream) {
+  stream->push([=] { std::memset(to, byte, bytes); });
+  return 0;
 }
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   std::memcpy(to, from, bytes);
   return 0;
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
-  return cudaMemcpy(to, from, bytes, 0);
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int,
+                                   cudaStream_t stream) {
+  stream->push([=] { std::memcpy(to, from, bytes); });
+  return 0;
 }
-inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t*, int, int) { return 0; }
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, int) { return 0; }
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return 0; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return 0; }
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, int, int) {
+  *stream = new simt::Stream;
+  return 0;
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, int) {
+  return cudaStreamCreateWithPriority(stream, 0, 0);
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  delete stream;
+  return 0;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  stream->synchronize();
+  return 0;
+}
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, int) { return 0; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) { return 0; }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return 0; }
@@ -86,7 +100,7 @@ struct cudaLaunchConfig_t {
 template <class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args...),
                                const Args&... args) {
-  simt::Launch launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
+  simt::Launch launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream);
   launch.cluster = config->attrs[0].val.clusterDim.y;
   launch.run(kernel, args...);
   return 0;
