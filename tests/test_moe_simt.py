@@ -35,7 +35,7 @@ CASES = [
 FAULTS = {
     "operands freed before they are multiplied": (
         "first: tensor, 256",
-        "moe_tensor.cuh",
+        "moe_tensor_multiply.cuh",
         "wgmma_wait<1>();",
         "wgmma_wait<2>();",
     ),
