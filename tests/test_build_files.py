@@ -137,10 +137,12 @@ def test_core_headers_compile_one_by_one(tmp_path):
 
 def test_every_environment_variable_of_ours_is_documented():
     used = set()
-    for folder in ("ffi", "jax_iser", "models", "scripts", "bazel"):
+    for folder in ("ffi", "jax_iser", "models", "scripts", "bazel", "tests/gpu"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in {".cc", ".h", ".cu", ".py", ".bzl"}:
                 used |= set(re.findall(r"[\"'](ISER_[A-Z_]+)[\"']", path.read_text()))
+            elif path.suffix == ".sh":
+                used |= set(re.findall(r"\$\{?(ISER_[A-Z_]+)", path.read_text()))
     documented = re.findall(r"^\| `(ISER_\w+)`", environment_table(), re.MULTILINE)
     options = {"ISER_INPLACE", "ISER_WERROR", "ISER_XLA_FFI_INCLUDE"}  # CMake's, in building.md
     assert sorted(used - options) == sorted(documented)
