@@ -147,6 +147,7 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
                      Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
                      Out<ffi::AnyBuffer> workspace, int64_t config) {
   (void)after;  // an operand only so that it is computed before this call
+  const cuda::OnDevice here(ordinal);
   const Target target = find_target(ordinal, config, ticket.element_count());
   if (!target.error.empty()) return failed(target.error);
   const CallSizes& sizes = target.sizes;
@@ -199,6 +200,7 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
 ffi::Error start(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 topk_ids,
                  ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
                  Out<U32> ticket, Out<ffi::AnyBuffer> x_out, int64_t config) {
+  const cuda::OnDevice here(ordinal);
   const Target target = find_target(ordinal, config, handle.element_count());
   if (!target.error.empty()) return failed(target.error);
   const CallSizes& sizes = target.sizes;
@@ -241,6 +243,7 @@ ffi::Error plan(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 
                 Out<I32> route_slot, Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
                 Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
                 int64_t config) {
+  const cuda::OnDevice here(ordinal);
   const Target target = find_target(ordinal, config, handle.element_count());
   if (!target.error.empty()) return failed(target.error);
   const CallSizes& sizes = target.sizes;
@@ -285,6 +288,7 @@ ffi::Error plan(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 
 ffi::Error shared_expert(cudaStream_t main, int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer gate,
                          ffi::AnyBuffer up, ffi::AnyBuffer down, Out<ffi::AnyBuffer> y,
                          Out<ffi::AnyBuffer> scratch, int64_t num_sms) {
+  const cuda::OnDevice here(ordinal);
   DeviceRuntime* runtime = cuda::find_device(ordinal);
   if (!runtime || !runtime->cublas) {
     return failed("GPU " + std::to_string(ordinal) +

@@ -106,21 +106,6 @@ DeviceTable make_table(const DomainSetup& setup, const DomainPart& part) {
   return table;
 }
 
-// For the calls of one thread: the device that was current comes back.
-class OnDevice {
- public:
-  explicit OnDevice(int ordinal) {
-    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-    check_cuda(cudaSetDevice(ordinal), "cudaSetDevice");
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_;
-};
-
 std::unique_ptr<DeviceRuntime> make_runtime(int ordinal, uint32_t process_mark) {
   auto runtime = std::make_unique<DeviceRuntime>();
   runtime->in_flight.reserve(DeviceRuntime::kNumCells);
@@ -168,6 +153,15 @@ void load_kernels() {
 
 }  // namespace
 
+OnDevice::OnDevice(int ordinal) : wanted_(ordinal), before_(ordinal) {
+  error_ = cudaGetDevice(&before_);
+  if (error_ == cudaSuccess && before_ != wanted_) error_ = cudaSetDevice(wanted_);
+}
+
+OnDevice::~OnDevice() {
+  if (before_ != wanted_) cudaSetDevice(before_);
+}
+
 void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ", " +
@@ -183,6 +177,7 @@ DeviceRuntime& open_device(int ordinal, uint32_t process_mark) {
   DeviceRuntime*& kept = host().devices[ordinal];
   if (!kept) {
     const OnDevice here(ordinal);
+    check_cuda(here.error(), "choosing the GPU");
     auto runtime = make_runtime(ordinal, process_mark);
     load_kernels();
     kept = runtime.release();
@@ -194,6 +189,7 @@ void open_cublas(DeviceRuntime& runtime, const std::string& path) {
   std::lock_guard lock(runtime.mutex);
   if (runtime.cublas) return;
   const OnDevice here(runtime.ordinal);
+  check_cuda(here.error(), "choosing the GPU");
   std::string error = load_cublas(path);
   if (error.empty()) error = make_cublas(&runtime.cublas);
   if (!error.empty()) throw std::runtime_error(error);
@@ -207,6 +203,7 @@ DeviceRuntime* find_device(int ordinal) {
 void add_setup(DeviceRuntime& runtime, uint64_t sizes, DomainSetup setup) {
   check_sizes(setup);
   const OnDevice here(runtime.ordinal);
+  check_cuda(here.error(), "choosing the GPU");
   const cudaError_t code =
       prepare_plan(setup.plan, setup.ranks_per_device, setup.shape.max_routes(),
                    setup.plan_ctas_per_rank, &setup.grid);
@@ -289,6 +286,7 @@ void write_memory(DeviceRuntime& runtime, uint64_t address, const void* from, si
 
 void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part) {
   const OnDevice here(runtime.ordinal);
+  check_cuda(here.error(), "choosing the GPU");
   const uint64_t segment = part.segments[part.device];
   const PrivateLayout layout = private_layout(setup);
   const uint64_t base = private_address(setup, segment);
@@ -311,6 +309,7 @@ void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPa
 
 void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part) {
   const OnDevice here(runtime.ordinal);
+  check_cuda(here.error(), "choosing the GPU");
   Directory::Entry* entry = &runtime.directory->entries[part.id % kMaxDomains];
   Directory::Entry now{};
   read_memory(runtime, reinterpret_cast<uint64_t>(entry), &now, sizeof now);
@@ -326,6 +325,7 @@ void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const Domain
 
 void remove_part(DeviceRuntime& runtime, uint32_t id) {
   const OnDevice here(runtime.ordinal);
+  check_cuda(here.error(), "choosing the GPU");
   const uint64_t entry = reinterpret_cast<uint64_t>(&runtime.directory->entries[id % kMaxDomains]);
   Directory::Entry now{};
   read_memory(runtime, entry, &now, sizeof now);
@@ -336,6 +336,7 @@ void remove_part(DeviceRuntime& runtime, uint32_t id) {
 
 uint32_t take_misuse(DeviceRuntime& runtime) {
   const OnDevice here(runtime.ordinal);
+  check_cuda(here.error(), "choosing the GPU");
   const uint64_t word = reinterpret_cast<uint64_t>(&runtime.directory->num_misuse);
   uint32_t count = 0;
   read_memory(runtime, word, &count, sizeof count);

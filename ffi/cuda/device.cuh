@@ -109,6 +109,20 @@ uint64_t block_address(const DomainSetup& setup, uint64_t segment, int32_t local
 uint64_t times_address(const DomainSetup& setup, uint64_t segment);
 uint64_t stall_address(const DomainSetup& setup, uint64_t segment, int32_t local_idx, Stage stage);
 
+// Makes a GPU current for the calls of this thread; the one that was comes back.
+class OnDevice {
+ public:
+  explicit OnDevice(int ordinal);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  cudaError_t error() const { return error_; }
+
+ private:
+  int wanted_, before_;
+  cudaError_t error_;
+};
+
 // "what: name of the error", thrown where the call failed.
 void check_cuda(cudaError_t error, const char* what);
 
