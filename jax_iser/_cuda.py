@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import time
 import warnings
 from typing import Any
 
@@ -98,14 +99,14 @@ class CudaRuntime:
         if not self.wait_idle(wait_s):
             for part in self._parts:
                 part.fail_closed(self._first_device() * self._config.ranks_per_device)
-            self.wait_idle(wait_s + 10.0)
-        for part in self._parts:
-            part.remove()
-        # What found the Domain before that may still be running.
-        if self.wait_idle(wait_s + 10.0):
-            self._release()
-        else:
-            warnings.warn("calls did not end; the memory of a Domain is left behind", stacklevel=2)
+        deadline = time.monotonic() + wait_s + 10.0
+        # Other calls may begin between two looks; one that has found the Domain must end first.
+        while not all(part.remove() for part in self._parts):
+            if time.monotonic() > deadline:
+                warnings.warn("calls did not end; a Domain's memory is left behind", stacklevel=2)
+                return
+            time.sleep(0.001)
+        self._release()
 
     def _release(self):
         self._memory.close()

@@ -63,7 +63,7 @@ class CudaPart {
   }
 
   void publish() { cuda::publish_part(runtime_, setup_, part_); }
-  void remove() { cuda::remove_part(runtime_, part_.id); }
+  bool remove() { return cuda::remove_part(runtime_, part_.id); }
 
   // Read again once it is there: whoever writes it sets `aborted` last.
   ErrorWord error() const {

@@ -261,13 +261,22 @@ size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens) {
                                setup.fused);
 }
 
-bool is_idle(DeviceRuntime& runtime) {
-  std::lock_guard lock(runtime.mutex);  // a handler at work has not enqueued all of its call
+namespace {
+
+// With the runtime's mutex held, so that no handler is half way through enqueueing a call.
+bool has_run_all(DeviceRuntime& runtime) {
   for (const cudaError_t state : {cudaEventQuery(runtime.left), cudaStreamQuery(runtime.copy)}) {
     if (state == cudaErrorNotReady) return false;
     check_cuda(state, "waiting for calls in flight");
   }
   return true;
+}
+
+}  // namespace
+
+bool is_idle(DeviceRuntime& runtime) {
+  std::lock_guard lock(runtime.mutex);
+  return has_run_all(runtime);
 }
 
 void read_memory(DeviceRuntime& runtime, uint64_t address, void* to, size_t bytes) {
@@ -323,15 +332,17 @@ void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const Domain
   write_memory(runtime, reinterpret_cast<uint64_t>(entry), &named, sizeof named);
 }
 
-void remove_part(DeviceRuntime& runtime, uint32_t id) {
+bool remove_part(DeviceRuntime& runtime, uint32_t id) {
   const OnDevice here(runtime.ordinal);
   check_cuda(here.error(), "choosing the GPU");
+  std::lock_guard lock(runtime.mutex);
+  if (!has_run_all(runtime)) return false;
   const uint64_t entry = reinterpret_cast<uint64_t>(&runtime.directory->entries[id % kMaxDomains]);
   Directory::Entry now{};
   read_memory(runtime, entry, &now, sizeof now);
-  if (now.id != id) return;
   const Directory::Entry none{};
-  write_memory(runtime, entry, &none, sizeof none);
+  if (now.id == id) write_memory(runtime, entry, &none, sizeof none);
+  return true;
 }
 
 uint32_t take_misuse(DeviceRuntime& runtime) {

@@ -92,7 +92,9 @@ struct DomainPart {
 // Writes tables and guard words; programs can name the Domain from `publish_part` on.
 void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part);
 void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part);
-void remove_part(DeviceRuntime& runtime, uint32_t id);
+// False, and nothing done, while calls are in flight: their threads look the entry up each for
+// itself, and must all find the same.
+bool remove_part(DeviceRuntime& runtime, uint32_t id);
 
 // Whether MAIN and COPY have run all that handlers have enqueued.
 bool is_idle(DeviceRuntime& runtime);

@@ -178,6 +178,7 @@ __device__ inline const DeviceTable* find_table(const Directory* directory, cons
   const Directory::Entry entry = directory->entries[id % kMaxDomains];
   if (id == 0 || entry.id != id || words[2] != directory->mark) return nullptr;
   const DeviceTable* table = entry.table;
+  if (!table) return nullptr;
   const bool fits = table->sizes == sizes && static_cast<uint32_t>(table->first_rank) == words[1];
   return fits ? table : nullptr;
 }
