@@ -22,7 +22,7 @@ bool is_small = false;
 std::string only;
 
 // READY comes too late for the first tiles; tools and simulators slow small runs down.
-uint64_t late_ns() { return is_small ? 1'500'000'000 : 3'000'000; }
+uint64_t late_ns() { return is_small ? 3'000'000'000 : 3'000'000; }
 
 bool is_wanted(const std::string& name) {
   return only.empty() || name.find(only) != std::string::npos;
