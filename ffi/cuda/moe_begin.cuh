@@ -30,20 +30,6 @@ __device__ inline bool fits_plan(const MoeCall& call, const DeviceTable& table) 
   return true;
 }
 
-// Whether this CTA is the last of the grid to come here. Called by all threads; what the others
-// have written is then visible.
-__device__ inline bool is_last_cta(uint32_t* counter) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    is_last = atomicAdd(counter, 1u) == gridDim.x - 1;
-    __threadfence_system();
-  }
-  __syncthreads();
-  return is_last;
-}
-
 // Copies the device's tokens to symmetric memory; the last CTA arrives at kDispatch for its ranks.
 __global__ void __launch_bounds__(kBeginThreads)
     begin_kernel(const __grid_constant__ MoeCall call) {

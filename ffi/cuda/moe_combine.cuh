@@ -8,21 +8,11 @@
 
 #include "ffi/cuda/moe_begin.cuh"
 #include "ffi/cuda/moe_context.cuh"
+#include "ffi/cuda/plan_outputs.cuh"
 
 namespace iser::cuda {
 
 constexpr int kGateThreads = kMaxRanks, kCombineThreads = 256;
-
-// Compares rank r's plan with the plan of this device's first rank.
-__device__ inline void check_plan(const MoeCall& call, const DeviceTable& table, int32_t r) {
-  const auto hash_of = [&](int32_t rank) {
-    const BlockView block{table.blocks[rank], &call.block};
-    return *const_cast<const volatile uint64_t*>(&block.words()->plan_hash);
-  };
-  const uint64_t expected = hash_of(table.first_rank), found = hash_of(r);
-  if (found == expected) return;
-  fail_at(table, ErrorCode::kPlanMismatch, table.first_rank, r, Stage::kReady, expected, found);
-}
 
 // Until all routes of a rank's tokens are computed, with the Domain's limit. One thread.
 __device__ inline void wait_combined(const MoeCall& call, const DeviceTable& table, int32_t rank) {
@@ -40,17 +30,6 @@ __device__ inline void wait_combined(const MoeCall& call, const DeviceTable& tab
   }
 }
 
-// The code of the error, once whoever met it has written it.
-__device__ inline int32_t code_of_error(const DeviceTable& table) {
-  const ProcessWords* words = &table.head()->words;
-  const uint64_t begin = global_ns();
-  while (load_acquire(&words->aborted) == 2 && global_ns() - begin < 1'000'000) {
-  }
-  const auto* code = reinterpret_cast<const uint32_t*>(&words->error.code);
-  const int32_t found = static_cast<int32_t>(load_relaxed(code));
-  return found != 0 ? found : static_cast<int32_t>(ErrorCode::kPeerDied);  // its writer died
-}
-
 // One CTA waits for all peers, and decides for all CTAs that follow whether the call has failed.
 __global__ void __launch_bounds__(kGateThreads) gate_kernel(const __grid_constant__ MoeCall call) {
   __shared__ bool ok;
@@ -62,14 +41,16 @@ __global__ void __launch_bounds__(kGateThreads) gate_kernel(const __grid_constan
     note_ready(*table);
   }
   __syncthreads();
-  if (ok && threadIdx.x < call.sizes.slots.num_ranks) check_plan(call, *table, threadIdx.x);
+  if (ok && threadIdx.x < call.sizes.slots.num_ranks) {
+    check_plan(*table, threadIdx.x, *table->plan.generation, table->call->params.layer);
+  }
   __syncthreads();
   if (ok && threadIdx.x < call.sizes.ranks_per_device) {
     wait_combined(call, *table, table->first_rank + threadIdx.x);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  call.workspace().words()->verdict = has_failed(*table) ? code_of_error(*table) : 0;
+  call.workspace().words()->verdict = has_failed(*table) ? error_code(*table) : 0;
   stamp_ns(call, MoeStamp::kGateNs);
 }
 
@@ -132,22 +113,6 @@ __device__ inline uint4 combine_word(const uint4* rows, size_t row_words, const 
   return Elements::write(sum);
 }
 
-__device__ inline void copy_words(int32_t* to, const int32_t* from, size_t count) {
-  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
-  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-       i += step) {
-    to[i] = from[i];
-  }
-}
-
-__device__ inline void fill_words(int32_t* to, int32_t value, size_t count) {
-  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
-  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-       i += step) {
-    to[i] = value;
-  }
-}
-
 // What the program sees of the plan; as plan.cu leaves one that failed, where `code` is not 0.
 __device__ inline void write_plan(const MoeCall& call, const DeviceTable* table, int32_t code) {
   const size_t ranks = call.sizes.slots.num_ranks;
@@ -163,11 +128,7 @@ __device__ inline void write_plan(const MoeCall& call, const DeviceTable* table,
     copy_words(to.load_before, from.load_before, ranks);
     copy_words(to.load, from.load, ranks);
   } else {
-    fill_words(to.route_slot, -1, routes);
-    fill_words(to.broadcasts, -1, 6 * rows);
-    fill_words(to.quota, 0, rows * ranks);
-    fill_words(to.load_before, 0, ranks);
-    fill_words(to.load, 0, ranks);
+    fill_no_plan(to, call.sizes.slots, routes);
   }
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   *to.num_broadcasts = code == 0 ? *table->plan.num_broadcasts : 0;

@@ -4,6 +4,7 @@
 
 #include "ffi/cuda/plan_arrays.cuh"
 #include "ffi/cuda/plan_derive.cuh"
+#include "ffi/cuda/plan_outputs.cuh"
 #include "ffi/cuda/plan_rewrite.cuh"
 
 namespace iser::cuda {
@@ -139,27 +140,11 @@ __device__ bool tags_agree(const DeviceTable& table, const CallTag& own, int32_t
   return false;
 }
 
-// The code of the error, once whoever met it has written it, which its process may not live to do.
-__device__ int32_t error_code(const DeviceTable& table) {
-  const ProcessWords* words = &table.head()->words;
-  const uint64_t begin = global_ns();
-  while (load_acquire(&words->aborted) == 2 && global_ns() - begin < 1'000'000) {
-  }
-  const auto* code = reinterpret_cast<const uint32_t*>(&words->error.code);
-  const int32_t found = static_cast<int32_t>(load_relaxed(code));
-  return found != 0 ? found : static_cast<int32_t>(ErrorCode::kPeerDied);
-}
-
 // What `Plan` holds where there is none; `num_routes` of the device.
 __device__ void write_failure(const PlanConfig& config, const PlanOutputs& out, int32_t num_routes,
                               uint32_t generation, int32_t status) {
-  const int32_t ranks = config.slots.num_ranks, rows = config.max_broadcasts();
-  const int32_t step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
-  for (int32_t i = first; i < rows * 6; i += step) out.broadcasts[i] = -1;
-  for (int32_t i = first; i < rows * ranks; i += step) out.quota[i] = 0;
-  for (int32_t i = first; i < num_routes; i += step) out.route_slot[i] = -1;
-  for (int32_t i = first; i < ranks; i += step) out.load_before[i] = out.load[i] = 0;
-  if (first == 0) {
+  fill_no_plan(out, config.slots, num_routes);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
     *out.num_broadcasts = 0;
     *out.generation = generation;
   }

@@ -200,6 +200,17 @@ __device__ inline void fail(const DeviceTable& table, const ErrorWord& error) {
   }
 }
 
+// The code of the error, once whoever met it has written it, which its process may not live to do.
+__device__ inline int32_t error_code(const DeviceTable& table) {
+  const ProcessWords* words = &table.head()->words;
+  const uint64_t begin = global_ns();
+  while (load_acquire(&words->aborted) == 2 && global_ns() - begin < 1'000'000) {
+  }
+  const auto* code = reinterpret_cast<const uint32_t*>(&words->error.code);
+  const int32_t found = static_cast<int32_t>(load_relaxed(code));
+  return found != 0 ? found : static_cast<int32_t>(ErrorCode::kPeerDied);
+}
+
 // For fault tests: the rank's arrival comes as much later as asked for, once. One thread.
 __device__ inline void stall(const DeviceTable& table, Stage stage, int32_t rank) {
   const int32_t stages = static_cast<int32_t>(Stage::kNumStages);
@@ -263,6 +274,33 @@ __device__ inline bool wait(const DeviceTable& table, Stage stage, int32_t rank,
           layer, static_cast<int32_t>(stage), generation, limit / 1'000'000, 0});
     return false;
   }
+}
+
+// Fails the Domain where rank r's plan, READY by now, is not that of this device's first rank.
+__device__ inline void check_plan(const DeviceTable& table, int32_t r, uint32_t generation,
+                                  int32_t layer) {
+  const uint64_t expected = table.block(table.first_rank).words()->plan_hash;
+  const uint64_t found = *const_cast<const volatile uint64_t*>(&table.block(r).words()->plan_hash);
+  if (found == expected) return;
+  fail(table, {static_cast<int32_t>(ErrorCode::kPlanMismatch), table.first_rank, r, layer,
+               static_cast<int32_t>(Stage::kReady), generation, expected, found});
+}
+
+// Whether this CTA is the last of the grid to count itself. Called by all threads: what those of
+// the others have written before is then visible to these, and a release of theirs publishes it.
+__device__ inline bool is_last_cta(uint32_t* counter) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+    is_last = before == gridDim.x - 1;
+  }
+  __syncthreads();
+  return is_last;
 }
 
 #endif  // __CUDACC__

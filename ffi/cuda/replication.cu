@@ -11,28 +11,15 @@ namespace {
 constexpr int kMaxStages = 32, kMaxClusterSize = 8;
 constexpr size_t kMaxSharedBytes = (227 << 10) - 128;  // dynamic, of a CTA, sm_90
 
-// Counts CTAs that are done. What each has stored is visible to the one that counts last, and by
-// its release at system scope to the peers.
-__device__ uint32_t count_done(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-               : "=r"(before)
-               : "l"(counter)
-               : "memory");
-  return before;
-}
-
-// The last CTA of the device arrives for all its ranks. Called by all threads, behind a barrier.
+// The last CTA of the device arrives for all its ranks. Called by all threads.
 __device__ void publish(const Context& context) {
   __shared__ bool is_arriving;
   const DeviceTable& table = context.table;
+  if (!is_last_cta(&table.call->ctas_done)) return;
   if (threadIdx.x == 0) {
-    const bool is_last = count_done(&table.call->ctas_done) == gridDim.x - 1;
-    if (is_last) {
-      table.call->ctas_done = 0;
-      table.times_of(context.generation).copy_end = global_ns();
-    }
-    is_arriving = is_last && !has_failed(table);
+    table.call->ctas_done = 0;
+    table.times_of(context.generation).copy_end = global_ns();
+    is_arriving = !has_failed(table);
   }
   __syncthreads();
   if (!is_arriving || threadIdx.x >= 32) return;
@@ -61,7 +48,6 @@ __global__ void __launch_bounds__(kThreads)
       store_slices<Fabric>(context, ring, windows);
     }
   }
-  __syncthreads();
   publish(context);
 }
 
@@ -70,16 +56,6 @@ __global__ void __launch_bounds__(kThreads)
 template __global__ void replication_kernel<MulticastFabric>(const ReplicationLaunch,
                                                              uint8_t* const*);
 #endif
-
-// Compares rank r's plan with the plan of this device's first rank.
-__device__ void check_plan(const DeviceTable& table, int32_t r, uint32_t generation,
-                           int32_t layer) {
-  const uint64_t expected = table.block(table.first_rank).words()->plan_hash;
-  const uint64_t found = *const_cast<const volatile uint64_t*>(&table.block(r).words()->plan_hash);
-  if (found == expected) return;
-  fail(table, {static_cast<int32_t>(ErrorCode::kPlanMismatch), table.first_rank, r, layer,
-               static_cast<int32_t>(Stage::kReady), generation, expected, found});
-}
 
 __global__ void __launch_bounds__(kMaxRanks) ready_gate_kernel(const CallCell* cell) {
   __shared__ bool is_ready;

@@ -197,6 +197,9 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
     __atomic_store_n(word(0), static_cast<uint32_t>(v.at(1)), __ATOMIC_SEQ_CST);
   } else if (text.rfind("red.", 0) == 0) {
     __atomic_fetch_add(word(0), static_cast<uint32_t>(v.at(1)), __ATOMIC_SEQ_CST);
+  } else if (text.rfind("atom.acq_rel", 0) == 0) {
+    *static_cast<uint32_t*>(operands[order[0]].out) =
+        __atomic_fetch_add(word(1), 1u, __ATOMIC_SEQ_CST);
   } else if (has(text, "%globaltimer")) {
     *static_cast<uint64_t*>(operands[0].out) = clock64();
   } else if (has(text, "try_wait")) {
