@@ -2,6 +2,9 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "ffi/core/error_text.h"
 
 namespace iser {
 
@@ -9,6 +12,19 @@ namespace iser {
 template <typename Handler>
 nanobind::capsule capsule_of(Handler* handler) {
   return nanobind::capsule(reinterpret_cast<void*>(handler));
+}
+
+// Fields of an `IserError`, with its text.
+inline nanobind::dict describe_error(const ErrorWord& e, bool has_startup_limit) {
+  nanobind::dict result;
+  result["code"] = e.code;
+  result["rank"] = e.rank;
+  result["peer"] = e.peer;
+  result["layer"] = e.layer;
+  result["stage"] = stage_name(static_cast<Stage>(e.stage));
+  result["generation"] = e.generation;
+  result["text"] = error_text(e, has_startup_limit);
+  return result;
 }
 
 void bind_calls(nanobind::module_& m);

@@ -181,13 +181,7 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
   }
   const PlanBuffers plan{route_slot,  broadcasts, quota,  num_broadcasts,
                          load_before, load,       status, generation};
-  if (error.empty()) error = check_dtype(sizes, "x", x.element_type());
-  if (error.empty()) error = check_size("y", y->size_bytes(), x.size_bytes());
-  if (error.empty()) {
-    error = check_size("topk_weights", topk_weights.size_bytes(),
-                       invocation->route_slot.size() * sizeof(float));
-  }
-  if (error.empty()) error = plan.check(sizes, num_tokens);
+  if (error.empty()) error = check_fused(sizes, num_tokens, x, topk_weights, *y, plan);
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
   for (int i = 0; i < 3 && error.empty(); ++i) {
     const uint8_t* plane = plane_of(sizes, *planes[i], invocation->call.layer, &error);
@@ -235,57 +229,13 @@ ffi::Future plan(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 top
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate());
 
-XLA_FFI_DEFINE_HANDLER(kStart, start,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::State<CallSite>>()
-                           .Arg<U32>()
-                           .Arg<I32>()
-                           .Arg<I32>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<U32>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<int64_t>("config"));
+// Calls that begin an invocation say which, by the run and where in its program they stand.
+auto bind_site() { return ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::State<CallSite>>(); }
 
+XLA_FFI_DEFINE_HANDLER(kStart, start, with_start(bind_site()).Attr<int64_t>("config"));
 XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
-                       ffi::Ffi::Bind()
-                           .Arg<U32>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<F32>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<U32>()
-                           .Attr<int64_t>("config"));
-
-XLA_FFI_DEFINE_HANDLER(kPlan, plan,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::State<CallSite>>()
-                           .Arg<U32>()
-                           .Arg<I32>()
-                           .Arg<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<U32>()
-                           .Attr<int64_t>("config"));
+                       with_fused_moe(ffi::Ffi::Bind()).Attr<int64_t>("config"));
+XLA_FFI_DEFINE_HANDLER(kPlan, plan, with_plan(bind_site()).Attr<int64_t>("config"));
 
 }  // namespace
 

@@ -115,6 +115,68 @@ struct PlanBuffers {
   }
 };
 
+// What fused_moe takes and gives beside weights and plan; `num_tokens` of one rank.
+inline std::string check_fused(const CallSizes& sizes, int32_t num_tokens,
+                               const xla::ffi::AnyBuffer& x, const F32& topk_weights,
+                               const xla::ffi::AnyBuffer& y, const PlanBuffers& plan) {
+  const size_t routes = size_t{1} * sizes.ranks_per_device * num_tokens * sizes.shape.top_k;
+  std::string error = check_dtype(sizes, "x", x.element_type());
+  if (error.empty()) error = check_size("y", y.size_bytes(), x.size_bytes());
+  if (error.empty()) {
+    error = check_size("topk_weights", topk_weights.size_bytes(), routes * sizeof(float));
+  }
+  return error.empty() ? plan.check(sizes, num_tokens) : error;
+}
+
+// Operands and results of the calls, alike on every platform; contexts come before them, and what
+// a platform adds behind them, then the digest of the configuration.
+template <typename Binding>
+auto with_plan_results(Binding&& binding) {
+  return std::move(binding)
+      .template Ret<I32>()
+      .template Ret<I32>()
+      .template Ret<I32>()
+      .template Ret<I32>()
+      .template Ret<I32>()
+      .template Ret<I32>()
+      .template Ret<I32>()
+      .template Ret<U32>();
+}
+
+template <typename Binding>
+auto with_call_operands(Binding&& binding) {  // handle, params, topk_ids
+  return std::move(binding).template Arg<U32>().template Arg<I32>().template Arg<I32>();
+}
+
+template <typename Binding>
+auto with_plan(Binding&& binding) {
+  return with_plan_results(with_call_operands(std::move(binding)));
+}
+
+template <typename Binding>
+auto with_start(Binding&& binding) {  // x, gate, up, down; ticket, x
+  return with_call_operands(std::move(binding))
+      .template Arg<xla::ffi::AnyBuffer>()
+      .template Arg<xla::ffi::AnyBuffer>()
+      .template Arg<xla::ffi::AnyBuffer>()
+      .template Arg<xla::ffi::AnyBuffer>()
+      .template Ret<U32>()
+      .template Ret<xla::ffi::AnyBuffer>();
+}
+
+template <typename Binding>
+auto with_fused_moe(Binding&& binding) {  // ticket, x, topk_weights, gate, up, down, after; y, plan
+  return with_plan_results(std::move(binding)
+                               .template Arg<U32>()
+                               .template Arg<xla::ffi::AnyBuffer>()
+                               .template Arg<F32>()
+                               .template Arg<xla::ffi::AnyBuffer>()
+                               .template Arg<xla::ffi::AnyBuffer>()
+                               .template Arg<xla::ffi::AnyBuffer>()
+                               .template Arg<xla::ffi::AnyBuffer>()
+                               .template Ret<xla::ffi::AnyBuffer>());
+}
+
 // Error of a call: a text that begins by `IserError:`.
 inline xla::ffi::Error failed(const std::string& text) {
   const bool is_ours = text.rfind("IserError:", 0) == 0;

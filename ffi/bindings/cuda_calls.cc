@@ -23,62 +23,69 @@ using cuda::DeviceRuntime;
 using cuda::DomainSetup;
 using cuda::PlanOutputs;
 
-// What a call is enqueued with.
+// What a call is enqueued with; its GPU is current meanwhile.
 struct Target {
-  DeviceRuntime* runtime = nullptr;
-  const DomainSetup* setup = nullptr;
+  const cuda::OnDevice here;
+  DeviceRuntime* const runtime;
+  const DomainSetup* const setup;
   CallSizes sizes{};
   std::string error;
+
+  Target(int32_t ordinal, int64_t config, size_t num_words)
+      : here(ordinal),
+        runtime(cuda::find_device(ordinal)),
+        setup(cuda::find_setup(static_cast<uint64_t>(config))) {
+    if (!runtime || !setup) {
+      error = "GPU " + std::to_string(ordinal) +
+              " has seen no Domain of the configuration that the program was compiled for; "
+              "make the Domain in the process that runs the program";
+      return;
+    }
+    error = cuda::cuda_text(here.error(), "choosing the GPU");
+    if (num_words != kNumHandleWords) error = "the domain operand is not a handle's row";
+    sizes = {setup->shape, setup->plan.max_broadcasts(), setup->ranks_per_device, setup->num_layers,
+             setup->dtype == cuda::DType::kBF16};
+  }
 };
 
-Target find_target(int32_t ordinal, int64_t config, size_t num_words) {
-  Target target;
-  target.runtime = cuda::find_device(ordinal);
-  target.setup = cuda::find_setup(static_cast<uint64_t>(config));
-  if (!target.runtime || !target.setup) {
-    target.error = "GPU " + std::to_string(ordinal) +
-                   " has seen no Domain of the configuration that the program was compiled for; "
-                   "make the Domain in the process that runs the program";
-    return target;
-  }
-  if (num_words != kNumHandleWords) target.error = "the domain operand is not a handle's row";
-  const DomainSetup& setup = *target.setup;
-  target.sizes = {setup.shape, setup.plan.max_broadcasts(), setup.ranks_per_device,
-                  setup.num_layers, setup.dtype == cuda::DType::kBF16};
-  return target;
-}
+// Enqueues one step after the other until one fails.
+struct Steps {
+  std::string error;
 
-std::string cuda_text(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return "";
-  return std::string(what) + " failed: " + cudaGetErrorName(error) + ", " +
-         cudaGetErrorString(error);
-}
+  template <typename Step>
+  Steps& then(const char* what, Step step) {
+    if (error.empty()) error = cuda::cuda_text(step(), what);
+    return *this;
+  }
+  ffi::Error result() const { return error.empty() ? ffi::Error::Success() : failed(error); }
+};
 
 // The next cell of the ring, free for MAIN to write once the call that had it has been copied.
-std::string take_cell(DeviceRuntime& runtime, cudaStream_t main, uint32_t* index) {
-  *index = runtime.num_calls++ % DeviceRuntime::kNumCells;
-  return cuda_text(cudaStreamWaitEvent(main, runtime.copied[*index], 0), "waiting for a cell");
+uint32_t take_cell(DeviceRuntime& runtime, cudaStream_t main, Steps& steps) {
+  const uint32_t index = runtime.num_calls++ % DeviceRuntime::kNumCells;
+  steps.then("waiting for a cell",
+             [&] { return cudaStreamWaitEvent(main, runtime.copied[index], 0); });
+  return index;
 }
 
-std::string record_left(DeviceRuntime& runtime, cudaStream_t main) {
-  return cuda_text(cudaEventRecord(runtime.left, main), "recording the call");
+void record_left(DeviceRuntime& runtime, cudaStream_t main, Steps& steps) {
+  steps.then("recording the call", [&] { return cudaEventRecord(runtime.left, main); });
 }
 
 // For tests: NaN wherever fused_moe writes.
-std::string poison(const DomainSetup& setup, const cuda::FusedLaunch& launch, cudaStream_t main) {
+void poison(const DomainSetup& setup, const cuda::FusedLaunch& launch, cudaStream_t main,
+            Steps& steps) {
   const size_t rows = size_t{1} * setup.ranks_per_device * launch.num_tokens;
-  std::string error = cuda_text(
-      cudaMemsetAsync(launch.y, 0xff, rows * setup.shape.token_bytes(), main), "poisoning");
-  if (error.empty()) {
-    error = cuda_text(cudaMemsetAsync(launch.workspace, 0xff,
-                                      cuda::workspace_bytes(setup, launch.num_tokens), main),
-                      "poisoning");
-  }
-  if (!error.empty()) return error;
-  return cuda_text(
-      cuda::launch_poison({launch.directory, launch.ticket, launch.sizes, setup.ranks_per_device},
-                          main),
-      "poisoning");
+  const size_t scratch = cuda::workspace_bytes(setup, launch.num_tokens);
+  steps
+      .then("poisoning y",
+            [&] { return cudaMemsetAsync(launch.y, 0xff, rows * setup.shape.token_bytes(), main); })
+      .then("poisoning the workspace",
+            [&] { return cudaMemsetAsync(launch.workspace, 0xff, scratch, main); })
+      .then("poisoning the Domain", [&] {
+        return cuda::launch_poison(
+            {launch.directory, launch.ticket, launch.sizes, setup.ranks_per_device}, main);
+      });
 }
 
 // The planes as the plan publishes them: the device's first expert of the first layer.
@@ -95,49 +102,65 @@ std::string read_planes(const CallSizes& sizes, const ffi::AnyBuffer* const (&pl
   return "";
 }
 
+// What start and plan share: the launch on MAIN, and the plan's but for where its arrays are.
+std::string read_call(const Target& target, int64_t config, const U32& handle, const I32& params,
+                      const I32& topk_ids, cuda::StartLaunch* start, cuda::PlanLaunch* plan) {
+  const CallSizes& sizes = target.sizes;
+  plan->config = target.setup->plan;
+  plan->top_k = sizes.shape.top_k;
+  start->directory = target.runtime->directory;
+  start->handle = handle.typed_data();
+  start->sizes = static_cast<uint64_t>(config);
+  start->params = params.typed_data();
+  start->topk_ids = topk_ids.typed_data();
+  start->num_routes = static_cast<int64_t>(topk_ids.element_count());
+  const std::string error =
+      count_tokens(sizes, topk_ids.dimensions(), sizes.shape.top_k, "topk_ids", &plan->num_tokens);
+  return error.empty() ? check_size("params", params.element_count(), 3) : error;
+}
+
 // MAIN keeps the operands and goes on; COPY plans, copies, and says READY.
-std::string enqueue_start(DeviceRuntime& runtime, const DomainSetup& setup,
-                          cuda::StartLaunch& start, cuda::PlanLaunch& plan, cudaStream_t main) {
-  uint32_t index = 0;
-  std::string error = take_cell(runtime, main, &index);
+void enqueue_start(DeviceRuntime& runtime, const DomainSetup& setup, cuda::StartLaunch& start,
+                   cuda::PlanLaunch& plan, cudaStream_t main, Steps& steps) {
+  const uint32_t index = take_cell(runtime, main, steps);
   plan.cell = start.cell = runtime.cells + index;
-  const auto then = [&](cudaError_t code, const char* what) {
-    if (error.empty()) error = cuda_text(code, what);
-    return error.empty();
-  };
-  if (!error.empty()) return error;
-  then(cuda::launch_start(start, main), "launching start") &&
-      then(cudaEventRecord(runtime.started, main), "recording start") &&
-      then(cudaStreamWaitEvent(runtime.copy, runtime.started, 0), "waiting for start") &&
-      then(cuda::launch_plan(setup.grid, plan, runtime.copy), "launching plan") &&
-      then(cudaEventRecord(runtime.planned[index], runtime.copy), "recording the plan") &&
-      then(cuda::launch_replication({plan.cell, setup.shape, setup.replication}, runtime.copy),
-           "launching replication") &&
-      then(cudaEventRecord(runtime.copied[index], runtime.copy), "recording the copies") &&
-      then(cudaEventRecord(runtime.left, main), "recording the call");
-  if (!error.empty()) return error;
+  const cudaStream_t copy = runtime.copy;
+  steps.then("launching start", [&] { return cuda::launch_start(start, main); })
+      .then("recording start", [&] { return cudaEventRecord(runtime.started, main); })
+      .then("waiting for start", [&] { return cudaStreamWaitEvent(copy, runtime.started, 0); })
+      .then("launching plan", [&] { return cuda::launch_plan(setup.grid, plan, copy); })
+      .then("recording the plan", [&] { return cudaEventRecord(runtime.planned[index], copy); })
+      .then("launching replication",
+            [&] {
+              return cuda::launch_replication({plan.cell, setup.shape, setup.replication}, copy);
+            })
+      .then("recording the copies", [&] { return cudaEventRecord(runtime.copied[index], copy); });
+  record_left(runtime, main, steps);
+  if (!steps.error.empty()) return;
   // One that never gets its fused_moe, because its program failed in between, makes room in the
   // end.
   if (runtime.in_flight.size() == DeviceRuntime::kNumCells) {
     runtime.in_flight.erase(runtime.in_flight.begin());
   }
   runtime.in_flight.push_back({{plan.weights[0], plan.weights[1], plan.weights[2]}, index});
-  return "";
 }
 
 // MAIN waits for the plan of the youngest call with these weights: COPY plans in order, so that
 // whichever of them this is has been planned too.
-std::string wait_planned(DeviceRuntime& runtime, const uint8_t* const (&weights)[3],
-                         cudaStream_t main) {
+void wait_planned(DeviceRuntime& runtime, const uint8_t* const (&weights)[3], cudaStream_t main,
+                  Steps& steps) {
   auto& calls = runtime.in_flight;
   for (size_t i = calls.size(); i-- > 0;) {
     if (!std::equal(weights, weights + 3, calls[i].weights)) continue;
     const uint32_t cell = calls[i].cell;
     calls.erase(calls.begin() + i);
-    return cuda_text(cudaStreamWaitEvent(main, runtime.planned[cell], 0), "waiting for the plan");
+    steps.then("waiting for the plan",
+               [&] { return cudaStreamWaitEvent(main, runtime.planned[cell], 0); });
+    return;
   }
-  return "no start in flight had these weights; pass the same arrays to start and fused_moe, and "
-         "use each ticket once";
+  steps.error =
+      "no start in flight had these weights; pass the same arrays to start and fused_moe, and use "
+      "each ticket once";
 }
 
 ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuffer x,
@@ -147,8 +170,7 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
                      Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
                      Out<ffi::AnyBuffer> workspace, int64_t config) {
   (void)after;  // an operand only so that it is computed before this call
-  const cuda::OnDevice here(ordinal);
-  const Target target = find_target(ordinal, config, ticket.element_count());
+  const Target target(ordinal, config, ticket.element_count());
   if (!target.error.empty()) return failed(target.error);
   const CallSizes& sizes = target.sizes;
   const DomainSetup& setup = *target.setup;
@@ -158,13 +180,7 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
   const uint8_t* weights[3];
   int32_t num_tokens = 0, num_stacked = 0;
   std::string error = count_tokens(sizes, x.dimensions(), sizes.shape.hidden, "x", &num_tokens);
-  if (error.empty()) error = check_dtype(sizes, "x", x.element_type());
-  if (error.empty()) error = check_size("y", y->size_bytes(), x.size_bytes());
-  if (error.empty()) {
-    const size_t routes = size_t{1} * sizes.ranks_per_device * num_tokens * sizes.shape.top_k;
-    error = check_size("topk_weights", topk_weights.size_bytes(), routes * sizeof(float));
-  }
-  if (error.empty()) error = plan.check(sizes, num_tokens);
+  if (error.empty()) error = check_fused(sizes, num_tokens, x, topk_weights, *y, plan);
   if (error.empty()) {
     error =
         check_size("workspace", workspace->size_bytes(), cuda::workspace_bytes(setup, num_tokens));
@@ -190,98 +206,68 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
   launch.workspace = workspace->untyped_data();
   launch.options = setup.fused;
   std::lock_guard lock(runtime.mutex);
-  error = wait_planned(runtime, weights, main);
-  if (error.empty() && setup.poison) error = poison(setup, launch, main);
-  if (error.empty()) error = cuda_text(cuda::launch_fused(launch, main), "launching fused_moe");
-  if (error.empty()) error = record_left(runtime, main);
-  return error.empty() ? ffi::Error::Success() : failed(error);
+  Steps steps;
+  wait_planned(runtime, weights, main, steps);
+  if (setup.poison) poison(setup, launch, main, steps);
+  steps.then("launching fused_moe", [&] { return cuda::launch_fused(launch, main); });
+  record_left(runtime, main, steps);
+  return steps.result();
 }
 
 ffi::Error start(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 topk_ids,
                  ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
                  Out<U32> ticket, Out<ffi::AnyBuffer> x_out, int64_t config) {
-  const cuda::OnDevice here(ordinal);
-  const Target target = find_target(ordinal, config, handle.element_count());
+  const Target target(ordinal, config, handle.element_count());
   if (!target.error.empty()) return failed(target.error);
-  const CallSizes& sizes = target.sizes;
+  cuda::StartLaunch start{};
   cuda::PlanLaunch plan{};
-  int32_t num_stacked = 0;
   const ffi::AnyBuffer* const planes[] = {&gate, &up, &down};
-  std::string error =
-      count_tokens(sizes, topk_ids.dimensions(), sizes.shape.top_k, "topk_ids", &plan.num_tokens);
-  if (error.empty()) error = check_size("params", params.element_count(), 3);
+  std::string error = read_call(target, config, handle, params, topk_ids, &start, &plan);
   if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumHandleWords);
   if (error.empty()) error = check_size("x_out", x_out->size_bytes(), x.size_bytes());
-  if (error.empty()) error = read_planes(sizes, planes, plan.weights, &num_stacked);
+  if (error.empty()) error = read_planes(target.sizes, planes, plan.weights, &start.num_stacked);
   if (!error.empty()) return failed(error);
-  DeviceRuntime& runtime = *target.runtime;
-  plan.config = target.setup->plan;
-  plan.top_k = sizes.shape.top_k;
-  plan.is_stacked = num_stacked > 0;
-  cuda::StartLaunch start{};
-  start.directory = runtime.directory;
-  start.handle = handle.typed_data();
-  start.sizes = static_cast<uint64_t>(config);
-  start.params = params.typed_data();
-  start.topk_ids = topk_ids.typed_data();
-  start.num_routes = static_cast<int64_t>(topk_ids.element_count());
-  start.num_stacked = num_stacked;
+  plan.is_stacked = start.num_stacked > 0;
   start.ticket = ticket->typed_data();
-  std::lock_guard lock(runtime.mutex);
-  error = enqueue_start(runtime, *target.setup, start, plan, main);
-  if (!error.empty()) return failed(error);
+  std::lock_guard lock(target.runtime->mutex);
+  Steps steps;
+  enqueue_start(*target.runtime, *target.setup, start, plan, main, steps);
   // x passes through so that what reads it is ordered behind this call; XLA aliases the two.
   if (x_out->untyped_data() != x.untyped_data() && x.size_bytes() > 0) {
-    error = cuda_text(cudaMemcpyAsync(x_out->untyped_data(), x.untyped_data(), x.size_bytes(),
-                                      cudaMemcpyDeviceToDevice, main),
-                      "copying x");
+    steps.then("copying x", [&] {
+      return cudaMemcpyAsync(x_out->untyped_data(), x.untyped_data(), x.size_bytes(),
+                             cudaMemcpyDeviceToDevice, main);
+    });
   }
-  return error.empty() ? ffi::Error::Success() : failed(error);
+  return steps.result();
 }
 
 ffi::Error plan(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 topk_ids,
                 Out<I32> route_slot, Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
                 Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
                 int64_t config) {
-  const cuda::OnDevice here(ordinal);
-  const Target target = find_target(ordinal, config, handle.element_count());
+  const Target target(ordinal, config, handle.element_count());
   if (!target.error.empty()) return failed(target.error);
-  const CallSizes& sizes = target.sizes;
+  cuda::StartLaunch start{};
   cuda::PlanLaunch plan{};
   const PlanBuffers buffers{route_slot,  broadcasts, quota,  num_broadcasts,
                             load_before, load,       status, generation};
-  std::string error =
-      count_tokens(sizes, topk_ids.dimensions(), sizes.shape.top_k, "topk_ids", &plan.num_tokens);
-  if (error.empty()) error = check_size("params", params.element_count(), 3);
-  if (error.empty()) error = buffers.check(sizes, plan.num_tokens);
+  std::string error = read_call(target, config, handle, params, topk_ids, &start, &plan);
+  if (error.empty()) error = buffers.check(target.sizes, plan.num_tokens);
   if (!error.empty()) return failed(error);
-  DeviceRuntime& runtime = *target.runtime;
-  plan.config = target.setup->plan;
-  plan.top_k = sizes.shape.top_k;
   plan.topk_ids = topk_ids.typed_data();
-  plan.is_plan_only = 1;
+  plan.is_plan_only = start.is_plan_only = 1;
   plan.outputs = buffers.outputs<PlanOutputs>();
-  cuda::StartLaunch start{};
-  start.directory = runtime.directory;
-  start.handle = handle.typed_data();
-  start.sizes = static_cast<uint64_t>(config);
-  start.params = params.typed_data();
-  start.topk_ids = topk_ids.typed_data();
-  start.num_routes = static_cast<int64_t>(topk_ids.element_count());
-  start.is_plan_only = 1;
+  DeviceRuntime& runtime = *target.runtime;
   std::lock_guard lock(runtime.mutex);
-  uint32_t index = 0;
-  error = take_cell(runtime, main, &index);
+  Steps steps;
+  const uint32_t index = take_cell(runtime, main, steps);
   plan.cell = start.cell = runtime.cells + index;
-  if (error.empty()) error = cuda_text(cuda::launch_start(start, main), "launching start");
-  if (error.empty()) {
-    error = cuda_text(cuda::launch_plan(target.setup->grid, plan, main), "launching plan");
-  }
-  if (error.empty()) {
-    error = cuda_text(cudaEventRecord(runtime.copied[index], main), "recording the plan");
-  }
-  if (error.empty()) error = record_left(runtime, main);
-  return error.empty() ? ffi::Error::Success() : failed(error);
+  steps.then("launching start", [&] { return cuda::launch_start(start, main); })
+      .then("launching plan", [&] { return cuda::launch_plan(target.setup->grid, plan, main); })
+      .then("recording the plan", [&] { return cudaEventRecord(runtime.copied[index], main); });
+  record_left(runtime, main, steps);
+  return steps.result();
 }
 
 // x [..., D]; gate, up [I, D]; down [D, I].
@@ -329,10 +315,16 @@ ffi::Error shared_expert(cudaStream_t main, int32_t ordinal, ffi::AnyBuffer x, f
   return error.empty() ? ffi::Error::Success() : failed(error);
 }
 
+auto bind_stream() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
+}
+
+XLA_FFI_DEFINE_HANDLER(kStart, start, with_start(bind_stream()).Attr<int64_t>("config"));
+XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
+                       with_fused_moe(bind_stream()).Ret<ffi::AnyBuffer>().Attr<int64_t>("config"));
+XLA_FFI_DEFINE_HANDLER(kPlan, plan, with_plan(bind_stream()).Attr<int64_t>("config"));
 XLA_FFI_DEFINE_HANDLER(kSharedExpert, shared_expert,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
+                       bind_stream()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
@@ -340,61 +332,6 @@ XLA_FFI_DEFINE_HANDLER(kSharedExpert, shared_expert,
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Attr<int64_t>("num_sms"));
-
-XLA_FFI_DEFINE_HANDLER(kStart, start,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<U32>()
-                           .Arg<I32>()
-                           .Arg<I32>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<U32>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<int64_t>("config"));
-
-XLA_FFI_DEFINE_HANDLER(kFusedMoe, fused_moe,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<U32>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<F32>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<U32>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<int64_t>("config"));
-
-XLA_FFI_DEFINE_HANDLER(kPlan, plan,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<U32>()
-                           .Arg<I32>()
-                           .Arg<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<I32>()
-                           .Ret<U32>()
-                           .Attr<int64_t>("config"));
 
 }  // namespace
 

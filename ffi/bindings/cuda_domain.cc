@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "ffi/bindings/bindings.h"
-#include "ffi/core/error_text.h"
 #include "ffi/cpu/domain.h"
 #include "ffi/cuda/device.cuh"
 #include "ffi/cuda/shared_expert.cuh"
@@ -40,6 +39,7 @@ DomainSetup make_setup(const cpu::DomainOptions& options, int copy_sms) {
   setup.poison = options.poison;
   setup.plan_ctas_per_rank = 8;
   setup.replication.num_ctas = setup.fused.copy_sms = copy_sms;
+  cuda::check_sizes(setup);
   return setup;
 }
 
@@ -174,18 +174,6 @@ class CudaPart {
   const DomainPart part_;
 };
 
-nb::dict describe(const ErrorWord& e, bool has_startup_limit) {
-  nb::dict result;
-  result["code"] = e.code;
-  result["rank"] = e.rank;
-  result["peer"] = e.peer;
-  result["layer"] = e.layer;
-  result["stage"] = stage_name(static_cast<Stage>(e.stage));
-  result["generation"] = e.generation;
-  result["text"] = error_text(e, has_startup_limit);
-  return result;
-}
-
 }  // namespace
 
 void bind_cuda_domain(nb::module_& m) {
@@ -208,7 +196,7 @@ void bind_cuda_domain(nb::module_& m) {
       .def("describe_error",
            [](const CudaPart& part, bool has_startup_limit) {
              const ErrorWord error = part.error();
-             return describe(error.code ? error : part.check_guards(), has_startup_limit);
+             return describe_error(error.code ? error : part.check_guards(), has_startup_limit);
            })
       .def("fail_closed",
            [](CudaPart& part, int rank) {

@@ -108,19 +108,11 @@ bool close_domain(uint32_t id, double wait_s) {
   return is_idle;
 }
 
-nb::dict describe_error(uint32_t id) {
+nb::dict describe_domain_error(uint32_t id) {
   const auto domain = get(id);
   domain->check_guards();
-  const ErrorWord e = domain->error();
-  nb::dict result;
-  result["code"] = e.code;
-  result["rank"] = e.rank;
-  result["peer"] = e.peer;
-  result["layer"] = e.layer;
-  result["stage"] = stage_name(static_cast<Stage>(e.stage));
-  result["generation"] = e.generation;
-  result["text"] = domain->error_text();
-  return result;
+  const cpu::DomainOptions& options = domain->options;
+  return describe_error(domain->error(), options.startup_timeout_ns != options.timeout_ns);
 }
 
 nb::tuple read_busy(uint32_t id, bool reset) {
@@ -251,7 +243,7 @@ void bind_domain(nb::module_& m) {
   m.def("create_domain", &create_domain);
   m.def("wait_idle", &wait_idle);
   m.def("close_domain", &close_domain);
-  m.def("describe_error", &describe_error);
+  m.def("describe_error", &describe_domain_error);
   m.def("read_busy", &read_busy);
   m.def("read_timelines", &read_timelines);
   m.def("read_helper", &read_helper);

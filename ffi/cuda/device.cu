@@ -106,6 +106,10 @@ DeviceTable make_table(const DomainSetup& setup, const DomainPart& part) {
   return table;
 }
 
+struct Here : OnDevice {
+  explicit Here(int ordinal) : OnDevice(ordinal) { check_cuda(error(), "choosing the GPU"); }
+};
+
 std::unique_ptr<DeviceRuntime> make_runtime(int ordinal, uint32_t process_mark) {
   auto runtime = std::make_unique<DeviceRuntime>();
   runtime->in_flight.reserve(DeviceRuntime::kNumCells);
@@ -134,17 +138,6 @@ std::unique_ptr<DeviceRuntime> make_runtime(int ordinal, uint32_t process_mark) 
   return runtime;
 }
 
-void check_sizes(const DomainSetup& setup) {
-  for (const char* error :
-       {replication_options_error(setup.shape, setup.replication),
-        fused_error(setup.shape, setup.ranks_per_device, setup.dtype, setup.fused)}) {
-    if (!error) continue;
-    throw std::invalid_argument("hidden_size=" + std::to_string(setup.shape.hidden) +
-                                ", intermediate_size=" + std::to_string(setup.shape.intermediate) +
-                                " on GPUs: " + error);
-  }
-}
-
 void load_kernels() {
   check_cuda(prepare_start(), "loading start");
   check_cuda(prepare_replication(), "loading replication");
@@ -162,10 +155,14 @@ OnDevice::~OnDevice() {
   if (before_ != wanted_) cudaSetDevice(before_);
 }
 
+std::string cuda_text(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return "";
+  return std::string(what) + " failed: " + cudaGetErrorName(error) + ", " +
+         cudaGetErrorString(error);
+}
+
 void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ", " +
-                           cudaGetErrorString(error));
+  if (error != cudaSuccess) throw std::runtime_error(cuda_text(error, what));
 }
 
 DeviceRuntime& open_device(int ordinal, uint32_t process_mark) {
@@ -176,8 +173,7 @@ DeviceRuntime& open_device(int ordinal, uint32_t process_mark) {
   std::lock_guard lock(host().mutex);
   DeviceRuntime*& kept = host().devices[ordinal];
   if (!kept) {
-    const OnDevice here(ordinal);
-    check_cuda(here.error(), "choosing the GPU");
+    const Here here(ordinal);
     auto runtime = make_runtime(ordinal, process_mark);
     load_kernels();
     kept = runtime.release();
@@ -188,8 +184,7 @@ DeviceRuntime& open_device(int ordinal, uint32_t process_mark) {
 void open_cublas(DeviceRuntime& runtime, const std::string& path) {
   std::lock_guard lock(runtime.mutex);
   if (runtime.cublas) return;
-  const OnDevice here(runtime.ordinal);
-  check_cuda(here.error(), "choosing the GPU");
+  const Here here(runtime.ordinal);
   std::string error = load_cublas(path);
   if (error.empty()) error = make_cublas(&runtime.cublas);
   if (!error.empty()) throw std::runtime_error(error);
@@ -200,10 +195,19 @@ DeviceRuntime* find_device(int ordinal) {
   return ordinal >= 0 && ordinal < kMaxOrdinals ? host().devices[ordinal] : nullptr;
 }
 
+void check_sizes(const DomainSetup& setup) {
+  for (const char* error :
+       {replication_options_error(setup.shape, setup.replication),
+        fused_error(setup.shape, setup.ranks_per_device, setup.dtype, setup.fused)}) {
+    if (!error) continue;
+    throw std::invalid_argument("hidden_size=" + std::to_string(setup.shape.hidden) +
+                                ", intermediate_size=" + std::to_string(setup.shape.intermediate) +
+                                " on GPUs: " + error);
+  }
+}
+
 void add_setup(DeviceRuntime& runtime, uint64_t sizes, DomainSetup setup) {
-  check_sizes(setup);
-  const OnDevice here(runtime.ordinal);
-  check_cuda(here.error(), "choosing the GPU");
+  const Here here(runtime.ordinal);
   const cudaError_t code =
       prepare_plan(setup.plan, setup.ranks_per_device, setup.shape.max_routes(),
                    setup.plan_ctas_per_rank, &setup.grid);
@@ -255,7 +259,6 @@ size_t device_bytes(const DomainSetup& setup) {
 }
 
 size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens) {
-  check_sizes(setup);
   return fused_workspace_bytes(setup.shape, setup.ranks_per_device, num_tokens,
                                static_cast<int32_t>(setup.max_routes_per_rank), setup.dtype,
                                setup.fused);
@@ -294,8 +297,7 @@ void write_memory(DeviceRuntime& runtime, uint64_t address, const void* from, si
 }
 
 void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part) {
-  const OnDevice here(runtime.ordinal);
-  check_cuda(here.error(), "choosing the GPU");
+  const Here here(runtime.ordinal);
   const uint64_t segment = part.segments[part.device];
   const PrivateLayout layout = private_layout(setup);
   const uint64_t base = private_address(setup, segment);
@@ -317,8 +319,7 @@ void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPa
 }
 
 void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part) {
-  const OnDevice here(runtime.ordinal);
-  check_cuda(here.error(), "choosing the GPU");
+  const Here here(runtime.ordinal);
   Directory::Entry* entry = &runtime.directory->entries[part.id % kMaxDomains];
   Directory::Entry now{};
   read_memory(runtime, reinterpret_cast<uint64_t>(entry), &now, sizeof now);
@@ -333,8 +334,7 @@ void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const Domain
 }
 
 bool remove_part(DeviceRuntime& runtime, uint32_t id) {
-  const OnDevice here(runtime.ordinal);
-  check_cuda(here.error(), "choosing the GPU");
+  const Here here(runtime.ordinal);
   std::lock_guard lock(runtime.mutex);
   if (!has_run_all(runtime)) return false;
   const uint64_t entry = reinterpret_cast<uint64_t>(&runtime.directory->entries[id % kMaxDomains]);
@@ -346,8 +346,7 @@ bool remove_part(DeviceRuntime& runtime, uint32_t id) {
 }
 
 uint32_t take_misuse(DeviceRuntime& runtime) {
-  const OnDevice here(runtime.ordinal);
-  check_cuda(here.error(), "choosing the GPU");
+  const Here here(runtime.ordinal);
   const uint64_t word = reinterpret_cast<uint64_t>(&runtime.directory->num_misuse);
   uint32_t count = 0;
   read_memory(runtime, word, &count, sizeof count);

@@ -68,8 +68,11 @@ DeviceRuntime* find_device(int ordinal);
 // Opens cuBLAS (see shared_expert.cuh) and gives the device a handle. Throws std::runtime_error.
 void open_cublas(DeviceRuntime& runtime, const std::string& path);
 
+// Throws std::invalid_argument where the kernels of copies and experts do not take the sizes.
+void check_sizes(const DomainSetup& setup);
+
 // Remembers what programs compiled for the digest are launched with; throws std::invalid_argument
-// where the kernels do not take the sizes.
+// where the plan kernel does not take the sizes.
 void add_setup(DeviceRuntime& runtime, uint64_t sizes, DomainSetup setup);
 // Null where no Domain of these sizes has been made in this process.
 const DomainSetup* find_setup(uint64_t sizes);
@@ -77,7 +80,7 @@ const DomainSetup* find_setup(uint64_t sizes);
 // Memory of one device: head and mail, the blocks of its ranks, then what only it uses.
 size_t device_bytes(const DomainSetup& setup);
 
-// Scratch of one fused_moe with so many tokens a rank; throws as add_setup.
+// Scratch of one fused_moe with so many tokens a rank.
 size_t workspace_bytes(const DomainSetup& setup, int32_t num_tokens);
 
 // A device's part of a Domain. `segments` are the addresses here of all devices' memory, in rank
@@ -125,7 +128,9 @@ class OnDevice {
   cudaError_t error_;
 };
 
-// "what: name of the error", thrown where the call failed.
+// "what failed: name of the error", empty where it did not.
+std::string cuda_text(cudaError_t error, const char* what);
+// The same, thrown.
 void check_cuda(cudaError_t error, const char* what);
 
 }  // namespace iser::cuda
