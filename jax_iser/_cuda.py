@@ -40,8 +40,8 @@ class CudaRuntime:
     def __init__(self, config, devices, is_multi_process):
         _check(config, is_multi_process)
         self._config, self.id = config, next(_ids)
-        me = jax.process_index()
-        self._ordinals = [d.local_hardware_id for d in devices if d.process_index == me]
+        local = [d for d in devices if d.process_index == jax.process_index()]
+        self._ordinals = [d.local_hardware_id for d in local]
         for ordinal in self._ordinals:
             _iser_cuda.open_device(ordinal, _iser.HANDLE_MARK)
         setup = _setup(config, is_multi_process)
@@ -50,7 +50,6 @@ class CudaRuntime:
         # Memory comes from the driver; the processes' memfds stay empty but for a page.
         self.members = _bootstrap.connect(devices, config.ranks_per_device, lambda _: 1, config)
         try:
-            local = [d for d in devices if d.process_index == me]
             self._memory = _cuda_memory.allocate(Devices.of(local), setup.device_bytes())
         except BaseException:
             self.members.close()

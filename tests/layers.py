@@ -187,6 +187,34 @@ def assert_replicas(domain, problem: Problem, plan, layer=0, weights_layer=None)
     return count
 
 
+def check_residents(domain, problem: Problem) -> None:
+    """Replicas of a Domain with `resident=True` stay as long as weights_version does."""
+    changed = dataclasses.replace(
+        problem, weights=type(problem.weights)(*(plane + 1 for plane in problem.weights))
+    )
+    first, plan = run_layer(problem, domain=domain)
+    num_replicas = assert_replicas(domain, problem, plan)
+    assert num_replicas > 0
+    assert (plan.broadcasts[: plan.num_broadcasts, 5] == 0).all()
+    y, again = run_layer(problem, domain=domain)
+    assert (again.broadcasts[: again.num_broadcasts, 5] == 2).all()
+    assert_same_plan(again, plan, ("quota", "load", "num_broadcasts"))
+    assert_same_bits(y, first)
+    # Nothing moves: the slots keep the old bytes, which a copy would have replaced.
+    run_layer(changed, domain=domain)
+    assert assert_replicas(domain, problem, plan) == num_replicas
+    # Another layer has slots of its own, and copies.
+    _, other = run_layer(changed, domain=domain, options={"layer": 1})
+    assert (other.broadcasts[: other.num_broadcasts, 5] == 0).all()
+    assert_replicas(domain, changed, other, layer=1)
+    # A new version copies, and is right.
+    options = {"weights_version": 1}
+    y, fresh = run_layer(changed, domain=domain, options=options)
+    assert (fresh.broadcasts[: fresh.num_broadcasts, 5] == 0).all()
+    assert_replicas(domain, changed, fresh)
+    assert_same_bits(y, run_layer(changed, domain=domain, options=options | OFF)[0])
+
+
 @functools.cache
 def jitted_plan(mesh, **options):
     """The compiled `plan` on every device; each device's own copy of all fields, stacked."""

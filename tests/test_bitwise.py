@@ -12,6 +12,7 @@ from layers import (
     assert_replicas,
     assert_same_bits,
     assert_same_plan,
+    check_residents,
     dense_numpy,
     make_domain,
     make_problem,
@@ -128,34 +129,8 @@ def test_replicas_are_their_experts(copy_rule, dtype):
 def test_residents_are_not_copied_again():
     """With changed weights but the same version a resident replica keeps the old bytes."""
     problem = make_problem("W2", num_experts=32, top_k=4)
-    changed = problem.__class__(
-        problem.x,
-        problem.topk_ids,
-        problem.topk_weights,
-        type(problem.weights)(*(plane + 1 for plane in problem.weights)),
-        problem.num_ranks,
-    )
     with make_domain(problem, resident=True, bank="per_layer", num_layers=2) as domain:
-        first, plan = run_layer(problem, domain=domain)
-        num_replicas = assert_replicas(domain, problem, plan)
-        assert (plan.broadcasts[: plan.num_broadcasts, 5] == 0).all()
-        y, again = run_layer(problem, domain=domain)
-        assert (again.broadcasts[: again.num_broadcasts, 5] == 2).all()
-        assert_same_plan(again, plan, ("quota", "load", "num_broadcasts"))
-        assert_same_bits(y, first)
-        # Nothing moves: the slots keep the old bytes, which a copy would have replaced.
-        run_layer(changed, domain=domain)
-        assert assert_replicas(domain, problem, plan) == num_replicas
-        # Another layer has slots of its own, and copies.
-        _, other = run_layer(changed, domain=domain, options={"layer": 1})
-        assert (other.broadcasts[: other.num_broadcasts, 5] == 0).all()
-        assert_replicas(domain, changed, other, layer=1)
-        # A new version copies, and is right.
-        options = {"weights_version": 1}
-        y, fresh = run_layer(changed, domain=domain, options=options)
-        assert (fresh.broadcasts[: fresh.num_broadcasts, 5] == 0).all()
-        assert_replicas(domain, changed, fresh)
-        assert_same_bits(y, run_layer(changed, domain=domain, options=options | OFF)[0])
+        check_residents(domain, problem)
 
 
 def test_residents_survive_other_routes():

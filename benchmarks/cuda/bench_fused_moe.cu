@@ -300,17 +300,7 @@ int main(int argc, char** argv) {
       words += " " + arg;
     }
   }
-  int found = 0;
-  CHECK_CUDA(cudaGetDeviceCount(&found));
-  num_gpus = std::min(num_gpus, found);
-  for (int a = 0; a < num_gpus; ++a) {
-    CHECK_CUDA(cudaSetDevice(a));
-    CHECK_CUDA(prepare_fused());
-    CHECK_CUDA(prepare_replication());
-    for (int b = 0; b < num_gpus; ++b) {
-      if (a != b) CHECK_CUDA(cudaDeviceEnablePeerAccess(b, 0));
-    }
-  }
+  prepare_gpus(&num_gpus);
   const auto has = [&](const char* word) {
     return words.empty() || words.find(word) != std::string::npos;
   };

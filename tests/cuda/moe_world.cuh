@@ -497,4 +497,19 @@ class MoeWorld {
   }
 };
 
+// Loads the kernels on so many GPUs, or as many as there are, which can then address each other.
+inline void prepare_gpus(int* num_gpus) {
+  int found = 0;
+  CHECK_CUDA(cudaGetDeviceCount(&found));
+  *num_gpus = std::min(*num_gpus, found);
+  for (int a = 0; a < *num_gpus; ++a) {
+    CHECK_CUDA(cudaSetDevice(a));
+    CHECK_CUDA(prepare_fused());
+    CHECK_CUDA(prepare_replication());
+    for (int b = 0; b < *num_gpus; ++b) {
+      if (a != b) CHECK_CUDA(cudaDeviceEnablePeerAccess(b, 0));
+    }
+  }
+}
+
 }  // namespace iser::cuda

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "tests/cuda/moe_world.cuh"
+#include "tests/cuda/plant.cuh"
 
 using namespace iser;
 using namespace iser::cuda;
@@ -438,37 +439,6 @@ void test_refusals() {
   report("refusals", why);
 }
 
-__global__ void planted_overrun(int32_t* data, int32_t count) { data[count + threadIdx.x] = 1; }
-
-__global__ void planted_race(int32_t* out) {
-  __shared__ int32_t word;
-  word = threadIdx.x;  // no barrier: that is the fault
-  out[threadIdx.x] = word;
-}
-
-int plant(const std::string& tool) {
-  DeviceArray<int32_t> data(1024);
-  if (tool == "memcheck") planted_overrun<<<1, 64>>>(data.data, 1 << 20);
-  if (tool == "racecheck") planted_race<<<1, 64>>>(data.data);
-  std::printf("planted a fault for %s: %s\n", tool.c_str(),
-              cudaGetErrorString(cudaDeviceSynchronize()));
-  return 0;
-}
-
-void prepare_gpus() {
-  int found = 0;
-  CHECK_CUDA(cudaGetDeviceCount(&found));
-  num_gpus = std::min(num_gpus, found);
-  for (int a = 0; a < num_gpus; ++a) {
-    CHECK_CUDA(cudaSetDevice(a));
-    CHECK_CUDA(prepare_fused());
-    CHECK_CUDA(prepare_replication());
-    for (int b = 0; b < num_gpus; ++b) {
-      if (a != b) CHECK_CUDA(cudaDeviceEnablePeerAccess(b, 0));
-    }
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -488,7 +458,7 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  prepare_gpus();
+  prepare_gpus(&num_gpus);
   test_refusals();
   test_first();
   test_plain();

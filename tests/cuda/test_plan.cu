@@ -7,6 +7,7 @@
 #include <string>
 
 #include "tests/cuda/plan_domain.cuh"
+#include "tests/cuda/plant.cuh"
 
 using namespace iser;
 using namespace iser::cuda;
@@ -406,23 +407,6 @@ void test_refusals() {
     why = "more tokens than the Domain holds were taken";
   }
   report("sizes beyond the kernel are refused", why);
-}
-
-__global__ void planted_overrun(int32_t* data, int32_t count) { data[count + threadIdx.x] = 1; }
-
-__global__ void planted_race(int32_t* out) {
-  __shared__ int32_t word;
-  word = threadIdx.x;  // no barrier: that is the fault
-  out[threadIdx.x] = word;
-}
-
-int plant(const std::string& tool) {
-  DeviceArray<int32_t> data(1024);
-  if (tool == "memcheck") planted_overrun<<<1, 64>>>(data.data, 1 << 20);
-  if (tool == "racecheck") planted_race<<<1, 64>>>(data.data);
-  std::printf("planted a fault for %s: %s\n", tool.c_str(),
-              cudaGetErrorString(cudaDeviceSynchronize()));
-  return 0;
 }
 
 }  // namespace

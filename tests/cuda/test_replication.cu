@@ -8,6 +8,7 @@
 #include <string>
 
 #include "replication_world.cuh"
+#include "tests/cuda/plant.cuh"
 
 namespace iser::cuda {
 namespace {
@@ -302,24 +303,6 @@ void test_all(bool is_small, int gpus) {
   test_graph();
 }
 
-__global__ void planted_overrun(uint32_t* words) { words[(1 << 20) + threadIdx.x] = 1; }
-
-__global__ void planted_race(uint32_t* words) {
-  __shared__ uint32_t word;
-  word = threadIdx.x;  // the barrier that is missing is the fault
-  words[threadIdx.x] = word;
-}
-
-// A fault that the named tool has to report, so that its silence on the rest means something.
-void plant(const std::string& tool) {
-  uint32_t* words = nullptr;
-  CHECK(cudaMalloc(&words, 4096));
-  if (tool == "memcheck") planted_overrun<<<1, 64>>>(words);
-  if (tool == "racecheck") planted_race<<<1, 64>>>(words);
-  std::printf("planted a fault for %s: %s\n", tool.c_str(),
-              cudaGetErrorString(cudaDeviceSynchronize()));
-}
-
 }  // namespace
 }  // namespace iser::cuda
 
@@ -334,8 +317,7 @@ int main(int argc, char** argv) {
     } else if (word == "--gpus" && has_value) {
       gpus = std::min(std::atoi(argv[++i]), iser::cuda::num_gpus());
     } else if (word == "--plant" && has_value) {
-      iser::cuda::plant(argv[++i]);
-      return 0;
+      return iser::cuda::plant(argv[++i]);
     } else {
       std::fprintf(stderr, "unknown argument %s\n", argv[i]);
       return 2;

@@ -12,6 +12,7 @@ from layers import (
     assert_replicas,
     assert_same_bits,
     assert_same_plan,
+    check_residents,
     dense_numpy,
     make_problem,
     run_layer,
@@ -261,26 +262,8 @@ def test_replicas_are_their_experts(place, dtype, copy_rule, bank):
 def test_residents_are_not_copied_again(widest):
     """With other weights of the same version a resident replica keeps the old bytes."""
     problem = problem_at(widest, "W2")
-    changed = problem.__class__(
-        *problem.operands[:3], type(problem.weights)(*(w + 1 for w in problem.weights)), 8
-    )
     with domain_at(problem, widest, resident=True, bank="per_layer", num_layers=2) as domain:
-        first, plan = run_layer(problem, domain=domain)
-        count = assert_replicas(domain, problem, plan)
-        assert count > 0
-        y, again = run_layer(problem, domain=domain)
-        assert_same_bits(y, first)
-        assert (again.broadcasts[: again.num_broadcasts, 5] == 2).all()
-        run_layer(changed, domain=domain)
-        assert assert_replicas(domain, problem, plan) == count
-        _, other = run_layer(changed, domain=domain, options={"layer": 1})
-        assert (other.broadcasts[: other.num_broadcasts, 5] == 0).all()
-        assert_replicas(domain, changed, other, layer=1)
-        options = {"weights_version": 1}
-        y, fresh = run_layer(changed, domain=domain, options=options)
-        assert (fresh.broadcasts[: fresh.num_broadcasts, 5] == 0).all()
-        assert_replicas(domain, changed, fresh)
-        assert_same_bits(y, run_layer(changed, domain=domain, options=options | OFF)[0])
+        check_residents(domain, problem)
 
 
 @pytest.mark.parametrize("ranks", [24, 33, 72])
