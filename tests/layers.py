@@ -108,6 +108,18 @@ def make_domain(problem: Problem, *, ranks_per_device=1, platform=None, **knobs)
     return jax_iser.Domain(mesh, AXIS, **sizes)
 
 
+# Knobs of the plan, each of which has to show.
+PLAN_KNOBS = [
+    {"num_helper_slots": 0},
+    {"num_helper_slots": 16, "min_group_size": 1},
+    {"min_routes": 12},
+    {"gain_threshold": 1500},
+    {"gain_threshold": 9000},
+    {"copy_rule": "per_slot", "min_group_size": 2},
+    {"copy_rule": "sami"},
+    {"copy_rule": "owner_direct"},
+]
+
 PLAN_SPECS = jax_iser.Plan(
     P(AXIS), **{name: P() for name in jax_iser.Plan._fields if name != "route_slot"}
 )
@@ -134,6 +146,17 @@ def apply_layer(mesh, x, topk_ids, topk_weights, weights, handle, **options):
         out_specs=(P(AXIS), PLAN_SPECS),
         check_vma=False,
     )(x, topk_ids, topk_weights, weights, handle, traced)
+
+
+def sum_after_layers(domain, problem: Problem, x, *, remat: bool) -> jax.Array:
+    """A scalar over a scan of all of the Domain's layers, to be differentiated by x."""
+
+    def body(x, layer):
+        y, _ = apply_layer(domain.mesh, x, *problem.operands[1:], domain.handle, layer=layer)
+        return jnp.tanh(x + y), ()
+
+    body = jax.checkpoint(body, prevent_cse=False) if remat else body
+    return jax.lax.scan(body, x, jnp.arange(domain.config.num_layers))[0].sum()
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layers import (
     AXIS,
+    PLAN_KNOBS,
     assert_same_bits,
     assert_same_plan,
     make_domain,
@@ -157,19 +158,7 @@ def test_call_equals_twin_on_eight_devices(workload):
     check_call(problem, ranks_per_device=1)
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"num_helper_slots": 0},
-        {"num_helper_slots": 16, "min_group_size": 1},
-        {"min_routes": 12},
-        {"gain_threshold": 1500},
-        {"gain_threshold": 9000},
-        {"copy_rule": "per_slot", "min_group_size": 2},
-        {"copy_rule": "sami"},
-        {"copy_rule": "owner_direct"},
-    ],
-)
+@pytest.mark.parametrize("knobs", PLAN_KNOBS, ids=str)
 def test_call_follows_the_knobs(knobs):
     problem = make_problem("W2", num_experts=32, top_k=4, hidden=4, intermediate=4)
     plan = check_call(problem, ranks_per_device=2, **knobs)

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from layers import (
     make_problem,
     mesh_of,
     run_layer,
+    sum_after_layers,
 )
 
 import jax_iser
@@ -110,20 +112,8 @@ def test_remat_in_a_scan_with_gradients(stacked):
     problem, _ = stacked
     options = {"ranks_per_device": 4, "num_layers": NUM_LAYERS, "timeout_s": 20.0}
     with make_domain(problem, **options) as domain:
-
-        def total(x, remat):
-            def body(x, layer):
-                y, _ = apply_layer(
-                    domain.mesh, x, *problem.operands[1:], domain.handle, layer=layer
-                )
-                return jnp.tanh(x + y), ()
-
-            body = jax.checkpoint(body, prevent_cse=False) if remat else body
-            return lax.scan(body, x, jnp.arange(NUM_LAYERS))[0].sum()
-
-        gradients = [
-            jax.jit(jax.grad(lambda x, r=remat: total(x, r)))(problem.x) for remat in (0, 1)
-        ]
+        totals = [partial(sum_after_layers, domain, problem, remat=r) for r in (False, True)]
+        gradients = [jax.jit(jax.grad(total))(problem.x) for total in totals]
         assert_same_bits(*gradients)
         assert np.abs(gradients[0]).max() > 1e-3
         call = jitted_layer(domain.mesh, layer=2)

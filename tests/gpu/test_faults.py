@@ -78,14 +78,6 @@ def test_a_rank_five_seconds_late(widest):
         assert_same_bits(y, expected())
 
 
-def has_failed(domain) -> bool:
-    try:
-        domain.check()
-    except IserError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @over(*EIGHT)
 def test_a_rank_later_than_the_limit_fails_the_domain(place, stage):

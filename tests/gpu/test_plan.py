@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gpu.on_gpus import EIGHT, Place, domain_at, over, problem_at
 from layers import (
+    PLAN_KNOBS,
     assert_same_bits,
     assert_same_plan,
     make_domain,
@@ -116,18 +117,7 @@ def test_random_cases(place, seed):
     domain.close()
 
 
-KNOBS = [
-    {"num_helper_slots": 0},
-    {"num_helper_slots": 16, "min_group_size": 1},
-    {"min_routes": 12},
-    {"gain_threshold": 1500},
-    {"gain_threshold": 9000},
-    {"copy_rule": "per_slot", "min_group_size": 2},
-    {"copy_rule": "sami"},
-]
-
-
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize("knobs", PLAN_KNOBS, ids=str)
 @over(*EIGHT)
 def test_knobs(place, knobs):
     problem = problem_at(place, **SMALL)

@@ -1,6 +1,7 @@
 """The layer on GPUs under JAX's transformations, beside other programs and native collectives."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from layers import (
     jitted_layer,
     mesh_of,
     run_layer,
+    sum_after_layers,
 )
 
 import jax_iser
@@ -86,20 +88,9 @@ def test_remat_and_gradients_in_a_scan(widest):
     """`jax.checkpoint` runs the layers again in the backward pass; all calls pair up."""
     problem = problem_at(widest, num_layers=NUM_LAYERS)
     with domain_at(problem, widest, num_layers=NUM_LAYERS) as domain:
-
-        def total(x, remat):
-            def body(x, layer):
-                y, _ = apply_layer(
-                    domain.mesh, x, *problem.operands[1:], domain.handle, layer=layer
-                )
-                return jnp.tanh(x + y), ()
-
-            body = jax.checkpoint(body, prevent_cse=False) if remat else body
-            return lax.scan(body, x, jnp.arange(NUM_LAYERS))[0].sum()
-
         with jax.default_matmul_precision("highest"):
-            gradients = [jax.jit(jax.grad(lambda x, r=r: total(x, r))) for r in (False, True)]
-            found = [np.asarray(gradient(problem.x)) for gradient in gradients]
+            totals = [partial(sum_after_layers, domain, problem, remat=r) for r in (False, True)]
+            found = [np.asarray(jax.jit(jax.grad(total))(problem.x)) for total in totals]
         # The two programs' products may be fused in other ways.
         np.testing.assert_allclose(found[1], found[0], rtol=1e-3, atol=1e-3)
         assert np.abs(found[0]).max() > 1e-3
