@@ -65,22 +65,22 @@ class Pair {
     std::vector<uint32_t> numbers(kMaxCalls);
     std::iota(numbers.begin(), numbers.end(), 1);
     for (int d = 0; d < 2; ++d) {
-      CHECK(cudaSetDevice(d));
-      CHECK(cudaMalloc(&generations_[d], kMaxCalls * sizeof(uint32_t)));
+      CHECK_CUDA(cudaSetDevice(d));
+      CHECK_CUDA(cudaMalloc(&generations_[d], kMaxCalls * sizeof(uint32_t)));
       World::set(generations_[d], numbers.data(), numbers.size());
       make_cells(d);
-      for (cudaEvent_t& event : events_[d]) CHECK(cudaEventCreate(&event));
+      for (cudaEvent_t& event : events_[d]) CHECK_CUDA(cudaEventCreate(&event));
     }
-    CHECK(cudaMalloc(&num_different_, sizeof(uint32_t)));
+    CHECK_CUDA(cudaMalloc(&num_different_, sizeof(uint32_t)));
     fill();
   }
   ~Pair() {
     for (int d = 0; d < 2; ++d) {
-      CHECK(cudaFree(generations_[d]));
-      CHECK(cudaFree(tables_[d]));
-      CHECK(cudaFree(cells_[d]));
+      CHECK_CUDA(cudaFree(generations_[d]));
+      CHECK_CUDA(cudaFree(tables_[d]));
+      CHECK_CUDA(cudaFree(cells_[d]));
     }
-    CHECK(cudaFree(num_different_));
+    CHECK_CUDA(cudaFree(num_different_));
   }
 
   const size_t bundle_bytes;
@@ -109,22 +109,22 @@ class Pair {
   void rewind() const {
     world.synchronize();
     for (int d = 0; d < 2; ++d) {
-      CHECK(cudaSetDevice(d));
-      CHECK(cudaMemset(&world.head(d)->words, 0, sizeof(ProcessWords)));
-      CHECK(cudaDeviceSynchronize());
+      CHECK_CUDA(cudaSetDevice(d));
+      CHECK_CUDA(cudaMemset(&world.head(d)->words, 0, sizeof(ProcessWords)));
+      CHECK_CUDA(cudaDeviceSynchronize());
     }
   }
 
   // Runs one copy into poisoned memory and compares; exits where a byte differs.
   void check(const char* what, const std::function<void(int device, int index)>& call) const {
     rewind();
-    CHECK(cudaSetDevice(1));
-    CHECK(cudaMemset(target(), 0xCD, bytes()));
-    CHECK(cudaMemset(num_different_, 0, sizeof(uint32_t)));
-    CHECK(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaSetDevice(1));
+    CHECK_CUDA(cudaMemset(target(), 0xCD, bytes()));
+    CHECK_CUDA(cudaMemset(num_different_, 0, sizeof(uint32_t)));
+    CHECK_CUDA(cudaDeviceSynchronize());
     for (int d = 0; d < 2; ++d) call(d, 0);
     world.synchronize();
-    CHECK(cudaSetDevice(1));
+    CHECK_CUDA(cudaSetDevice(1));
     const size_t plane = world.shape.plane_bytes();
     for (int i = 0; i < 3 * num_bundles; ++i) {
       const uint8_t* source = world.weights(0, i % 3) + i / 3 * plane;
@@ -172,8 +172,8 @@ class Pair {
 
   // A call each: calls in flight differ in their generation alone.
   void make_cells(int device) {
-    CHECK(cudaMalloc(&tables_[device], kMaxCalls * sizeof(DeviceTable)));
-    CHECK(cudaMalloc(&cells_[device], kMaxCalls * sizeof(CallCell)));
+    CHECK_CUDA(cudaMalloc(&tables_[device], kMaxCalls * sizeof(DeviceTable)));
+    CHECK_CUDA(cudaMalloc(&cells_[device], kMaxCalls * sizeof(CallCell)));
     for (int i = 0; i < kMaxCalls; ++i) {
       const DeviceTable table = world.table_with(device, generations_[device] + i);
       const CallCell cell{tables_[device] + i, {}};
@@ -182,12 +182,12 @@ class Pair {
     }
   }
   void record(int device, int which) const {
-    CHECK(cudaSetDevice(device));
-    CHECK(cudaEventRecord(events_[device][which], world.stream(device)));
+    CHECK_CUDA(cudaSetDevice(device));
+    CHECK_CUDA(cudaEventRecord(events_[device][which], world.stream(device)));
   }
   double elapsed_us(int device) const {
     float ms = 0;
-    CHECK(cudaEventElapsedTime(&ms, events_[device][0], events_[device][1]));
+    CHECK_CUDA(cudaEventElapsedTime(&ms, events_[device][0], events_[device][1]));
     return 1000.0 * ms;
   }
   void fill() const {
@@ -266,8 +266,8 @@ void bench_tune() {
 void bench_memcpy(const Pair& pair) {
   const auto call = [&](int device, int) {
     if (device != 0) return;
-    CHECK(cudaMemcpyPeerAsync(pair.target(), 1, pair.source(), 0, pair.bytes(),
-                              pair.world.stream(0)));
+    CHECK_CUDA(cudaMemcpyPeerAsync(pair.target(), 1, pair.source(), 0, pair.bytes(),
+                                   pair.world.stream(0)));
   };
   pair.check("cudaMemcpyPeerAsync", call);
   print_copy("cudaMemcpyPeerAsync", pair, pair.time(0, 0, call), "");
@@ -281,7 +281,7 @@ void bench_plain(const Pair& pair) {
       for (int ctas : {8, 16, 32, 64, 132}) {
         const auto call = [&](int device, int) {
           if (device != pusher) return;
-          CHECK(cudaSetDevice(device));
+          CHECK_CUDA(cudaSetDevice(device));
           bench::plain_copy(pair.target(), pair.source(), pair.bytes(), ctas, unroll,
                             pair.world.stream(device));
         };
@@ -343,15 +343,15 @@ class Gemms {
   static constexpr int kTokens = 8192, kHidden = 7168, kInner = 3072;
 
   explicit Gemms(int device) {
-    CHECK(cudaSetDevice(device));
+    CHECK_CUDA(cudaSetDevice(device));
     int lowest = 0, highest = 0;
-    CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, lowest));
+    CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    CHECK_CUDA(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, lowest));
     is_ready = cublas.init(stream);
     const size_t sizes[] = {kTokens * kHidden, kInner * kHidden, kInner * kHidden, kHidden * kInner,
                             kTokens * kInner,  kTokens * kInner, kTokens * kHidden};
     for (int i = 0; i < 7; ++i) buffers_[i] = random_bf16(sizes[i]);
-    for (cudaEvent_t* event : {&start, &copied, &end}) CHECK(cudaEventCreate(event));
+    for (cudaEvent_t* event : {&start, &copied, &end}) CHECK_CUDA(cudaEventCreate(event));
   }
 
   void run() {
@@ -371,7 +371,7 @@ class Gemms {
     std::vector<uint16_t> values(1 << 20);
     for (uint16_t& value : values) value = 0x3c00 | (random() & 0x81ff);  // +-[2^-7, 2^-4)
     uint16_t* device = nullptr;
-    CHECK(cudaMalloc(&device, count * sizeof(uint16_t)));
+    CHECK_CUDA(cudaMalloc(&device, count * sizeof(uint16_t)));
     for (size_t at = 0; at < count; at += values.size()) {
       World::set(device + at, values.data(), std::min(values.size(), count - at));
     }
@@ -387,21 +387,21 @@ enum class Order { kNoCopy, kCopyFirst, kGemmFirst, kCopyOnly };
 // products).
 double span_us(Pair& pair, Gemms* gemms, Order order, const ReplicationOptions& options) {
   for (int d = 1; d >= 0; --d) {
-    CHECK(cudaSetDevice(d));
-    CHECK(cudaEventRecord(gemms[d].start, gemms[d].stream));
-    CHECK(cudaStreamWaitEvent(pair.world.stream(d), gemms[d].start));
+    CHECK_CUDA(cudaSetDevice(d));
+    CHECK_CUDA(cudaEventRecord(gemms[d].start, gemms[d].stream));
+    CHECK_CUDA(cudaStreamWaitEvent(pair.world.stream(d), gemms[d].start));
     if (order == Order::kGemmFirst || order == Order::kNoCopy) gemms[d].run();
     if (order != Order::kNoCopy) pair.replicate(d, options, 0);
     if (order == Order::kCopyFirst) gemms[d].run();
-    CHECK(cudaEventRecord(gemms[d].copied, pair.world.stream(d)));
-    CHECK(cudaStreamWaitEvent(gemms[d].stream, gemms[d].copied));
-    CHECK(cudaEventRecord(gemms[d].end, gemms[d].stream));
+    CHECK_CUDA(cudaEventRecord(gemms[d].copied, pair.world.stream(d)));
+    CHECK_CUDA(cudaStreamWaitEvent(gemms[d].stream, gemms[d].copied));
+    CHECK_CUDA(cudaEventRecord(gemms[d].end, gemms[d].stream));
   }
   double longest = 0;
   for (int d = 0; d < 2; ++d) {
     float ms = 0;
-    CHECK(cudaEventSynchronize(gemms[d].end));
-    CHECK(cudaEventElapsedTime(&ms, gemms[d].start, gemms[d].end));
+    CHECK_CUDA(cudaEventSynchronize(gemms[d].end));
+    CHECK_CUDA(cudaEventElapsedTime(&ms, gemms[d].start, gemms[d].end));
     longest = std::max(longest, 1000.0 * ms);
   }
   return longest;
@@ -504,7 +504,7 @@ int main(int argc, char** argv) {
   };
   prepare_gpus(2);
   cudaDeviceProp properties;
-  CHECK(cudaGetDeviceProperties(&properties, 0));
+  CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   std::printf("{\"device\": \"2x %s\", \"sms\": %d, \"cuda\": %d}\n", properties.name,
               properties.multiProcessorCount, CUDART_VERSION);
   if (is_asked("tune")) bench_tune();

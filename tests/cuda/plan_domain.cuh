@@ -14,17 +14,8 @@
 #include <vector>
 
 #include "ffi/cuda/plan.cuh"
+#include "tests/cuda/check.cuh"
 #include "tests/cuda/plan_cases.h"
-
-#define CHECK_CUDA(call)                                                 \
-  do {                                                                   \
-    const cudaError_t error_ = (call);                                   \
-    if (error_ != cudaSuccess) {                                         \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
-                   cudaGetErrorString(error_));                          \
-      std::exit(2);                                                      \
-    }                                                                    \
-  } while (0)
 
 namespace iser::cuda {
 

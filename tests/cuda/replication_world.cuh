@@ -11,32 +11,23 @@
 #include <vector>
 
 #include "ffi/cuda/replication.cuh"
+#include "tests/cuda/check.cuh"
 
 namespace iser::cuda {
 
-#define CHECK(call)                                                      \
-  do {                                                                   \
-    const cudaError_t check_error = (call);                              \
-    if (check_error != cudaSuccess) {                                    \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
-                   cudaGetErrorString(check_error));                     \
-      std::exit(2);                                                      \
-    }                                                                    \
-  } while (0)
-
 inline int num_gpus() {
   int count = 0;
-  CHECK(cudaGetDeviceCount(&count));
+  CHECK_CUDA(cudaGetDeviceCount(&count));
   return count;
 }
 
 // Every GPU can read and write every other's memory, and has the kernels loaded.
 inline void prepare_gpus(int count) {
   for (int a = 0; a < count; ++a) {
-    CHECK(cudaSetDevice(a));
-    CHECK(prepare_replication());
+    CHECK_CUDA(cudaSetDevice(a));
+    CHECK_CUDA(prepare_replication());
     for (int b = 0; b < count; ++b) {
-      if (a != b) CHECK(cudaDeviceEnablePeerAccess(b, 0));
+      if (a != b) CHECK_CUDA(cudaDeviceEnablePeerAccess(b, 0));
     }
   }
 }
@@ -54,9 +45,10 @@ class World {
 
   ~World() {
     for (const Device& device : devices_) {
-      CHECK(cudaSetDevice(device.gpu));
-      for (void* memory : {device.segment, device.weights, device.state}) CHECK(cudaFree(memory));
-      CHECK(cudaStreamDestroy(device.stream));
+      CHECK_CUDA(cudaSetDevice(device.gpu));
+      for (void* memory : {device.segment, device.weights, device.state})
+        CHECK_CUDA(cudaFree(memory));
+      CHECK_CUDA(cudaStreamDestroy(device.stream));
     }
   }
   World(const World&) = delete;
@@ -111,13 +103,13 @@ class World {
   void replicate(int device, const ReplicationOptions& options,
                  const CallCell* other_cell = nullptr) const {
     const ReplicationLaunch launch{other_cell ? other_cell : cell(device), shape, options};
-    CHECK(cudaSetDevice(gpu(device)));
-    CHECK(launch_replication(launch, stream(device)));
+    CHECK_CUDA(cudaSetDevice(gpu(device)));
+    CHECK_CUDA(launch_replication(launch, stream(device)));
   }
 
   void gate(int device, const CallCell* other_cell = nullptr) const {
-    CHECK(cudaSetDevice(gpu(device)));
-    CHECK(launch_ready_gate(other_cell ? other_cell : cell(device), stream(device)));
+    CHECK_CUDA(cudaSetDevice(gpu(device)));
+    CHECK_CUDA(launch_ready_gate(other_cell ? other_cell : cell(device), stream(device)));
   }
 
   // The device's table with the plan's generation at another address.
@@ -129,20 +121,20 @@ class World {
 
   void synchronize() const {
     for (int d = 0; d < num_devices; ++d) {
-      CHECK(cudaSetDevice(gpu(d)));
-      CHECK(cudaStreamSynchronize(stream(d)));
+      CHECK_CUDA(cudaSetDevice(gpu(d)));
+      CHECK_CUDA(cudaStreamSynchronize(stream(d)));
     }
   }
 
   template <typename T>
   static T get(const T* device_word) {
     T value;
-    CHECK(cudaMemcpy(&value, device_word, sizeof(T), cudaMemcpyDefault));
+    CHECK_CUDA(cudaMemcpy(&value, device_word, sizeof(T), cudaMemcpyDefault));
     return value;
   }
   template <typename T, typename U>
   static void set(U* target, const T* values, size_t count) {
-    if (count) CHECK(cudaMemcpy(target, values, count * sizeof(T), cudaMemcpyDefault));
+    if (count) CHECK_CUDA(cudaMemcpy(target, values, count * sizeof(T), cudaMemcpyDefault));
   }
   template <typename T>
   static void set(T* device_word, T value) {
@@ -173,15 +165,15 @@ class World {
     const size_t rows = static_cast<size_t>(shape.slots.num_ranks) * shape.slots.num_helper_slots;
     const size_t state = rows_at() + rows * sizeof(Broadcast);
     int lowest = 0, highest = 0;
-    CHECK(cudaSetDevice(gpu));
-    CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamNonBlocking, highest));
-    CHECK(cudaMalloc(&device.segment, segment));
-    CHECK(cudaMalloc(&device.weights, home));
-    CHECK(cudaMalloc(&device.state, state));
-    CHECK(cudaMemset(device.segment, 0, segment));
-    CHECK(cudaMemset(device.state, 0, state));
-    CHECK(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaSetDevice(gpu));
+    CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    CHECK_CUDA(cudaStreamCreateWithPriority(&device.stream, cudaStreamNonBlocking, highest));
+    CHECK_CUDA(cudaMalloc(&device.segment, segment));
+    CHECK_CUDA(cudaMalloc(&device.weights, home));
+    CHECK_CUDA(cudaMalloc(&device.state, state));
+    CHECK_CUDA(cudaMemset(device.segment, 0, segment));
+    CHECK_CUDA(cudaMemset(device.state, 0, state));
+    CHECK_CUDA(cudaDeviceSynchronize());
     return device;
   }
 

@@ -86,7 +86,7 @@ std::string compare_blocks(const World& world, int bank, const std::vector<Broad
   const size_t begin = world.layout.offset[static_cast<int>(Section::kCounts)];
   for (int r = 0; r < world.shape.slots.num_ranks; ++r) {
     const std::vector<uint8_t> wanted = expected_block(world, r, bank, rows, weights);
-    CHECK(cudaMemcpy(found.data(), world.block(r).base, found.size(), cudaMemcpyDefault));
+    CHECK_CUDA(cudaMemcpy(found.data(), world.block(r).base, found.size(), cudaMemcpyDefault));
     const auto at = std::mismatch(wanted.begin() + begin, wanted.end(), found.begin() + begin);
     if (at.first == wanted.end()) continue;
     const size_t offset = at.first - wanted.begin();
@@ -120,9 +120,9 @@ std::string check_ready(const World& world, uint32_t generation) {
 void poison(const World& world) {
   const size_t begin = world.layout.offset[static_cast<int>(Section::kCounts)];
   for (int r = 0; r < world.shape.slots.num_ranks; ++r) {
-    CHECK(cudaSetDevice(world.gpu(r / world.ranks_per_device)));
-    CHECK(cudaMemset(world.block(r).base + begin, kPoison, world.layout.total - begin));
-    CHECK(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaSetDevice(world.gpu(r / world.ranks_per_device)));
+    CHECK_CUDA(cudaMemset(world.block(r).base + begin, kPoison, world.layout.total - begin));
+    CHECK_CUDA(cudaDeviceSynchronize());
   }
 }
 
@@ -132,7 +132,7 @@ std::vector<std::vector<uint8_t>> fill_weights(const World& world, std::mt19937_
   for (int r = 0; r < world.shape.slots.num_ranks; ++r) {
     for (int i = 0; i < 3; ++i) {
       weights.push_back(random_bytes(bytes, random));
-      CHECK(cudaMemcpy(world.weights(r, i), weights.back().data(), bytes, cudaMemcpyDefault));
+      CHECK_CUDA(cudaMemcpy(world.weights(r, i), weights.back().data(), bytes, cudaMemcpyDefault));
     }
   }
   return weights;
@@ -239,24 +239,24 @@ void test_graph() {
   const auto weights = fill_weights(world, random);
   cudaGraph_t graph;
   cudaGraphExec_t executable;
-  CHECK(cudaSetDevice(0));
-  CHECK(cudaStreamBeginCapture(world.stream(0), cudaStreamCaptureModeThreadLocal));
+  CHECK_CUDA(cudaSetDevice(0));
+  CHECK_CUDA(cudaStreamBeginCapture(world.stream(0), cudaStreamCaptureModeThreadLocal));
   world.replicate(0, {});
   world.gate(0);
-  CHECK(cudaStreamEndCapture(world.stream(0), &graph));
-  CHECK(cudaGraphInstantiate(&executable, graph, 0));
+  CHECK_CUDA(cudaStreamEndCapture(world.stream(0), &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
   std::string error;
   for (int g = 1; g <= 5 && error.empty(); ++g) {
     const auto rows = random_plan(shape, CopyRule::kPerSlot, false, random);
     poison(world);
     world.set_plan(g, g, rows, g);
-    CHECK(cudaGraphLaunch(executable, world.stream(0)));
+    CHECK_CUDA(cudaGraphLaunch(executable, world.stream(0)));
     world.synchronize();
     error = compare_blocks(world, g % 2, rows, weights);
     if (error.empty()) error = check_ready(world, g);
   }
-  CHECK(cudaGraphExecDestroy(executable));
-  CHECK(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaGraphExecDestroy(executable));
+  CHECK_CUDA(cudaGraphDestroy(graph));
   report("a captured graph replays other plans", error);
 }
 
