@@ -407,9 +407,9 @@ def swap_with_another_process(driver, kind, device, peer_device):
             memory.write(peer.address, b"by mine")
             assert here.recv(1) == b"1"
             here.sendall(b"2")
-        except (OSError, AssertionError):
+        except (OSError, AssertionError) as error:
             process.kill()
-            raise AssertionError(process.communicate()[1].decode()) from None
+            raise AssertionError(process.communicate()[1].decode()) from error
         assert process.wait(60) == 0, process.communicate()[1].decode()
         assert memory.read(mine.address, 17) == b"written by a peer"
         # Its process has ended; its memory is still mapped here.

@@ -1,8 +1,9 @@
 // The fused MoE layer against dense products of the same run. Prints a JSON object a line. Every
 // case is checked against the oracle on its first tokens before it is timed.
 //
-//   bench_fused_moe [--gpus N] [dense] [share] [ranks] [pair]     (all by default)
+//   bench_fused_moe [--gpus N] [--model WORD] [dense] [share] [ranks] [pair]     (all by default)
 //
+// --model: only models with the word in their name.//
 // dense: cuBLAS bf16. share: one rank's share of a model, no peers. ranks: EP8 as 8 ranks of one
 // GPU, each with an eighth of its SMs. pair: EP2 on two GPUs. Arms: "off" without replicas,
 // "installed" with replicas and routes made before the clock starts, "included" with plan, copy and
@@ -27,6 +28,7 @@ namespace {
 constexpr int kRepeats = 20, kWarmUps = 3, kCheckedTokens = 16;
 int num_gpus = 1;
 double best_dense = 0;  // TFLOP/s
+std::string only_model;
 
 struct Model {
   const char* name;
@@ -217,6 +219,7 @@ void bench_dense() {
 // A rank's share of EP8: its experts, and as many rows as balanced routing sends it.
 void bench_share() {
   for (const Model& model : kModels) {
+    if (std::string(model.name).find(only_model) == std::string::npos) continue;
     for (double exponent : {0.0, 0.4}) {
       for (int32_t tokens : {512, 2048, 8192}) {
         const int32_t experts = model.experts / 8;
@@ -230,10 +233,13 @@ void bench_share() {
         MoeRun run;
         run.is_balanced = false;
         check(p, world, run);
-        for (int32_t rows : {256, 128}) {
+        const std::string routing = exponent == 0 ? "even" : "skewed";
+        const int32_t shapes[][2] = {{256, 0}, {256, 1}, {128, 0}};
+        for (const auto& [rows, cluster_size] : shapes) {
           run.options.tile_rows = rows;
-          const std::string arm =
-              std::string(exponent == 0 ? "even" : "skewed") + ", tiles of " + std::to_string(rows);
+          run.options.cluster_size = cluster_size;
+          const std::string arm = routing + ", tiles of " + std::to_string(rows) +
+                                  (cluster_size == 1 ? ", no pairs" : "");
           print("share", model.name, arm.c_str(), p, 1, time_calls(world, run));
         }
       }
@@ -296,6 +302,8 @@ int main(int argc, char** argv) {
     const std::string arg = argv[i];
     if (arg == "--gpus" && i + 1 < argc) {
       num_gpus = std::atoi(argv[++i]);
+    } else if (arg == "--model" && i + 1 < argc) {
+      only_model = argv[++i];
     } else {
       words += " " + arg;
     }

@@ -18,9 +18,10 @@ compile() {  # one program of one source and every op; objects of the ops are sh
 }
 
 build_all() {
-  local source object name pids=()
+  local source object name pids=() objects=()
   for source in ffi/cuda/*.cu; do
     object="$build/$(basename "$source" .cu).o"
+    objects+=("$object")
     [[ "$object" -nt "$source" && -z "$(find ffi -name '*.*h' -newer "$object")" ]] && continue
     compile -c "$source" -o "$object" & pids+=($!)
   done
@@ -28,7 +29,7 @@ build_all() {
   pids=()
   for source in tests/cuda/test_*.cu benchmarks/cuda/bench_*.cu; do
     name=$(basename "$source" .cu)
-    compile "$source" "$build"/*.o -o "$build/$name" -ldl & pids+=($!)
+    compile "$source" "${objects[@]}" -o "$build/$name" -ldl & pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
 }
