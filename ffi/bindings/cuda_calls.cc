@@ -79,7 +79,7 @@ void poison(const DomainSetup& setup, const cuda::FusedLaunch& launch, cudaStrea
   const size_t scratch = cuda::workspace_bytes(setup, launch.num_tokens);
   steps
       .then("poisoning y",
-            [&] { return cudaMemsetAsync(launch.y, 0xff, rows * setup.shape.token_bytes(), main); })
+            [&] { return cudaMemsetAsync(launch.y, 0xff, rows * setup.shape.row_bytes(), main); })
       .then("poisoning the workspace",
             [&] { return cudaMemsetAsync(launch.workspace, 0xff, scratch, main); })
       .then("poisoning the Domain", [&] {

@@ -5,9 +5,16 @@
 #include <cstdint>
 
 #include "ffi/core/expert.h"
+#include "ffi/core/fp8.h"
 #include "ffi/core/protocol.h"
 
 namespace iser {
+
+// What weights are made of.
+enum class WeightFormat : int32_t {
+  kElements = 0,  // of x's dtype
+  kFp8 = 1,       // as ffi/core/fp8.h says; tokens are dispatched so too
+};
 
 // Sizes of a Domain; every rank of it has the same.
 struct DomainShape {
@@ -16,17 +23,22 @@ struct DomainShape {
   int32_t hidden;
   int32_t intermediate;
   int32_t max_tokens;     // of one rank
-  int32_t element_bytes;  // of tokens and weights
+  int32_t element_bytes;  // of x and y
   int32_t num_banks;
   int32_t num_staged;  // bundles a rank can stage for other processes
+  WeightFormat weight_format = WeightFormat::kElements;
 
   ISER_HD size_t max_routes() const { return static_cast<size_t>(max_tokens) * top_k; }
   // One plane of a bundle: gate and up are [I, D], down is [D, I], all as large.
   ISER_HD size_t plane_bytes() const {
-    return static_cast<size_t>(hidden) * intermediate * element_bytes;
+    return is_fp8() ? fp8::plane_bytes(hidden, intermediate)
+                    : static_cast<size_t>(hidden) * intermediate * element_bytes;
   }
   ISER_HD size_t bundle_bytes() const { return 3 * plane_bytes(); }
-  ISER_HD size_t token_bytes() const { return static_cast<size_t>(hidden) * element_bytes; }
+  ISER_HD size_t row_bytes() const { return static_cast<size_t>(hidden) * element_bytes; }
+  // What is dispatched of a token.
+  ISER_HD size_t token_bytes() const { return is_fp8() ? fp8::token_bytes(hidden) : row_bytes(); }
+  ISER_HD bool is_fp8() const { return weight_format == WeightFormat::kFp8; }
 };
 
 constexpr size_t kBlockAlign = 128;
@@ -39,7 +51,7 @@ enum class Section : int {
   kCounts = 1,      // i32 [2, num_experts], by generation parity
   kSendRoutes = 2,  // i32 [max_routes], route indices sorted by physical slot
   kSendStarts = 3,  // i32 [num_slots + 1], where each slot's routes start
-  kTokens = 4,      // [max_tokens, hidden]
+  kTokens = 4,      // [max_tokens, token_bytes]
   kCombine = 5,     // [max_routes, hidden], expert outputs by route
   kBanks = 6,       // [num_banks, num_helper_slots] bundles
   kStage = 7,       // [num_staged] bundles
@@ -71,7 +83,7 @@ ISER_HD inline BlockLayout block_layout(const DomainShape& shape) {
   layout.bytes[2] = sizeof(int32_t) * shape.max_routes();
   layout.bytes[3] = sizeof(int32_t) * (shape.slots.num_slots() + 1);
   layout.bytes[4] = shape.token_bytes() * shape.max_tokens;
-  layout.bytes[5] = shape.token_bytes() * shape.max_routes();
+  layout.bytes[5] = shape.row_bytes() * shape.max_routes();
   layout.bytes[6] = shape.bundle_bytes() * shape.num_banks * slots;
   layout.bytes[7] = shape.bundle_bytes() * shape.num_staged;
   for (int i = 0; i < kNumSections; ++i) {

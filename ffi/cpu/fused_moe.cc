@@ -141,7 +141,7 @@ struct TileRunner {
       const BlockView source = domain.block(row.source);
       rows[i] = source.section<uint8_t>(Section::kTokens) +
                 shape.token_bytes() * (row.route / shape.top_k);
-      out_rows[i] = source.section<uint8_t>(Section::kCombine) + shape.token_bytes() * row.route;
+      out_rows[i] = source.section<uint8_t>(Section::kCombine) + shape.row_bytes() * row.route;
     }
     ExpertTile expert{
         rows.data(),  out_rows.data(),    tile.count,          nullptr, nullptr, nullptr,
@@ -286,7 +286,7 @@ bool fused_moe(Domain& domain, Invocation& invocation, const FusedCall& call, in
   }
   for (int32_t v = 0; ok && v < ranks; ++v) ok = domain.wait_combined(first_rank + v, invocation);
   if (!ok) {
-    std::memset(call.y, 0xff, ranks * tokens * domain.shape().token_bytes());
+    std::memset(call.y, 0xff, ranks * tokens * domain.shape().row_bytes());
     return false;
   }
   combine(domain, invocation, call, first_rank);
