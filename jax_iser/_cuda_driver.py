@@ -254,20 +254,46 @@ class Devices:
     def _check_identity(self, jax_device):
         ordinal = jax_device.local_hardware_id
         probe = jax.device_put(np.zeros(1, np.uint8), jax_device)
-        key = self.driver.module.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         with self.current(ordinal):
-            found = self.driver.call(
-                "cuPointerGetAttribute",
-                key,
-                probe.unsafe_buffer_pointer(),
-                on=self.labels[ordinal],
-            )
-        if int(found) != ordinal:
+            found = self._device_of(probe.unsafe_buffer_pointer())
+        if found is not None and found != ordinal:
             raise CudaError(
-                f"arrays on {jax_device} lie on GPU {int(found)} for the driver, but JAX's "
-                f"local_hardware_id is {ordinal}; select GPUs with CUDA_VISIBLE_DEVICES only",
-                "cuPointerGetAttribute",
+                f"arrays on {jax_device} lie on GPU {found} for the driver, but JAX's "
+                f"local_hardware_id is {ordinal}; select GPUs with CUDA_VISIBLE_DEVICES only"
             )
+
+    def _device_of(self, address):
+        """The ordinal of the device whose memory it is; None where the driver does not tell.
+
+        Mapped memory has no context, and other memory no allocation handle.
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL would do for both, but releases of cuda-python give 0
+        for every pointer (NVIDIA/cuda-python#2928).
+        """
+        for look in (self._device_of_mapping, self._device_of_context):
+            with contextlib.suppress(CudaError):
+                if (found := look(address)) is not None:
+                    return found
+        return None
+
+    def _device_of_mapping(self, address):
+        handle = self.driver.call("cuMemRetainAllocationHandle", address)
+        try:
+            location = self.driver.call("cuMemGetAllocationPropertiesFromHandle", handle).location
+        finally:
+            self.driver.call("cuMemRelease", handle)
+        device = self.driver.module.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        return int(location.id) if location.type == device else None
+
+    def _device_of_context(self, address):
+        key = self.driver.module.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT
+        context = self.driver.call("cuPointerGetAttribute", key, address)
+        if not int(context):
+            return None
+        self.driver.call("cuCtxPushCurrent", context)
+        try:
+            return int(self.driver.call("cuCtxGetDevice"))
+        finally:
+            self.driver.call("cuCtxPopCurrent")
 
     @contextlib.contextmanager
     def current(self, ordinal: int) -> Iterator[None]:

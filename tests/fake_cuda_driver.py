@@ -68,7 +68,7 @@ class CUdevice_attribute(enum.IntEnum):  # noqa: N801
 
 
 class CUpointer_attribute(enum.IntEnum):  # noqa: N801
-    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
+    CU_POINTER_ATTRIBUTE_CONTEXT = 1
 
 
 class CUmemLocation:
@@ -172,7 +172,7 @@ class FakeDriver:
         self.no_access, self.fabric, self.first_device = set(no_access), fabric, first_device
         self.attributes: dict[CUdevice_attribute, int] = {}  # others are 1
         self.names = [f"Fake GPU {i}" for i in range(num_devices)]
-        self.pointers: dict[int, int] = {}  # device of an address that is not ours
+        self.pointers: dict[int, int | None] = {}  # device of unmapped memory, if it tells one
         self.calls: list[str] = []
         self.fail_at: set[int] = set()
         self.fail_from: int | None = None
@@ -321,13 +321,22 @@ class FakeDriver:
         self._current()
         return _Opaque(1000 + self._stack().pop())
 
+    def _cuCtxGetDevice(self):  # noqa: N802
+        return _Opaque(self._current())
+
     def _cuPointerGetAttribute(self, attribute, pointer):  # noqa: N802
         CUpointer_attribute(attribute)
-        for start, (size, memory) in self._mapped.items():
-            if start <= int(pointer) < start + size:
-                return memory.device
+        if self._mapping_at(int(pointer)) is not None:
+            return _Opaque(0)  # mapped memory belongs to no context
         _refuse_unless(int(pointer) in self.pointers, "CUDA_ERROR_INVALID_VALUE")
-        return self.pointers[int(pointer)]
+        device = self.pointers[int(pointer)]
+        return _Opaque(0 if device is None else 1000 + device)
+
+    def _mapping_at(self, address) -> _Physical | None:
+        for start, (size, memory) in self._mapped.items():
+            if start <= address < start + size:
+                return memory
+        return None
 
     # Physical memory
 
@@ -381,6 +390,20 @@ class FakeDriver:
         del self._handles[int(handle)]
         memory.num_handles -= 1
         self._drop_if_unused(memory)
+
+    def _cuMemRetainAllocationHandle(self, address):  # noqa: N802
+        memory = self._mapping_at(int(address))
+        _refuse_unless(memory is not None, "CUDA_ERROR_INVALID_VALUE")
+        return self._new_handle(memory)
+
+    def _cuMemGetAllocationPropertiesFromHandle(self, handle):  # noqa: N802
+        properties = CUmemAllocationProp()
+        properties.type = CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._memory_of(handle).types
+        properties.location = CUmemLocation()
+        properties.location.type = CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self._memory_of(handle).device
+        return properties
 
     def _drop_if_unused(self, memory):
         if memory.num_handles == memory.num_mappings == 0 and not memory.is_imported:

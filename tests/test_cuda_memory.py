@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -520,19 +521,47 @@ class JaxDevice:
         self.local_hardware_id = ordinal
 
 
-@pytest.mark.parametrize("actual", [0, 1])
-def test_devices_of_jax_are_checked_against_their_arrays(driver, monkeypatch, actual):
-    class Probe:
-        def unsafe_buffer_pointer(self):
-            return 77
+MISMATCH = r"lie on GPU 0 .*local_hardware_id is 1.*VISIBLE"
 
-    monkeypatch.setattr(jax, "device_put", lambda *_: Probe())
-    driver.pointers[77] = actual
-    if actual == 1:
+
+@pytest.fixture
+def arrays_at(monkeypatch):
+    """Puts every array that JAX places at an address."""
+
+    def put(address):
+        probe = SimpleNamespace(unsafe_buffer_pointer=lambda: address)
+        monkeypatch.setattr(jax, "device_put", lambda *_: probe)
+
+    return put
+
+
+def test_devices_of_jax_are_checked_against_their_arrays(driver, arrays_at):
+    driver.cuInit(0)
+    driver.cuDevicePrimaryCtxRetain(0)  # as XLA has it
+    arrays_at(77)
+    for actual in (1, None):  # None: the driver does not tell, and that is no reason to refuse
+        driver.pointers[77] = actual
         allocate(Devices.of([JaxDevice(1)], driver), 1).close()
-    else:
-        with pytest.raises(CudaError, match=r"lie on GPU 0 .*local_hardware_id is 1.*VISIBLE"):
-            Devices.of([JaxDevice(1)], driver)
+    driver.pointers[77] = 0
+    with pytest.raises(CudaError, match=MISMATCH):
+        Devices.of([JaxDevice(1)], driver)
+    driver.cuDevicePrimaryCtxRelease(0)
+
+
+@pytest.mark.parametrize("actual", [0, 1])
+def test_devices_of_jax_are_checked_against_arrays_in_mapped_memory(driver, arrays_at, actual):
+    with allocate([actual], SIZE, driver=driver) as memory:
+        arrays_at(memory.segments[0].address + 1234)
+        if actual == 1:
+            Devices.of([JaxDevice(1)], driver).close()
+        else:
+            with pytest.raises(CudaError, match=MISMATCH):
+                Devices.of([JaxDevice(1)], driver)
+
+
+def test_arrays_of_which_the_driver_knows_nothing_are_accepted(driver, arrays_at):
+    arrays_at(77)
+    Devices.of([JaxDevice(1)], driver).close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
