@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the extension with its CUDA ops beside the sources and runs tests/gpu on this machine's GPUs.
+# Builds the extension with its CUDA ops beside the sources and runs on this machine's GPUs what is
+# marked `gpu` in tests/gpu and tests/test_cuda_memory.py.
 #
 #   scripts/test_gpu.sh [pytest arguments]    (make test-gpu)
 #
@@ -29,8 +30,8 @@ trap 'rm -f "$ISER_TEST_LOG"' EXIT
 failed=0
 for attempt in 1 2 3 4 5 6; do
   rc=0
-  "$python" -m pytest tests/gpu -m gpu -p no:xdist -p no:cacheprovider -o timeout=60 \
-    -o timeout_method=thread --tb=short --durations=15 "$@" || rc=$?
+  "$python" -m pytest tests/gpu tests/test_cuda_memory.py -m gpu -p no:xdist -p no:cacheprovider \
+    -o timeout=60 -o timeout_method=thread --tb=short --durations=15 "$@" || rc=$?
   # 5: nothing is left, or nothing was asked for.
   [[ $rc == 0 || ($rc == 5 && $attempt != 1) ]] || failed=$rc
   [[ $(tail -n 1 "$ISER_TEST_LOG") != finished ]] || break

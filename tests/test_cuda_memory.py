@@ -367,7 +367,8 @@ def test_descriptors_are_not_inherited(driver):
 
 
 PEER = """
-import os, sys, socket
+import faulthandler, os, sys, socket
+faulthandler.dump_traceback_later(25, exit=True)
 from fake_cuda_driver import FakeDriver
 from jax_iser._bootstrap import _receive_fd, _send_fd
 from jax_iser._cuda_memory import allocate
@@ -388,34 +389,51 @@ with allocate([int(sys.argv[3])], 100_000, driver=driver) as memory:
 """
 
 
-def swap_with_another_process(driver, kind, device, peer_device):
+@contextlib.contextmanager
+def peer_process(kind, device):
+    """A socket to a process that runs PEER; it ends well, or its stderr is told."""
     here, there = socket.socketpair()
-    arguments = [str(there.fileno()), kind, str(peer_device)]
     process = subprocess.Popen(
-        [sys.executable, "-c", PEER, *arguments], pass_fds=[there.fileno()], stderr=subprocess.PIPE
+        [sys.executable, "-X", "faulthandler", "-c", PEER, str(there.fileno()), kind, str(device)],
+        pass_fds=[there.fileno()],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # it asks JAX for the process's index alone
+        stderr=subprocess.PIPE,
+        text=True,
     )
     there.close()
-    here.settimeout(120)
-    with here, allocate([device], 100_000, driver=driver) as memory:
-        (mine,) = memory.segments
-        fd, note = mine.export()
+    here.settimeout(40)
+    with process, here:
         try:
-            _bootstrap._send_fd(here, fd, note)
+            yield here
+            here.shutdown(socket.SHUT_WR)
+            told = process.communicate(timeout=40)[1]
+        except BaseException as error:
+            here.close()  # whatever it waits for has come to an end
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            told = process.communicate()[1]
+            error.add_note(f"the peer ended with {process.returncode} and said: {told}")
+            raise
+        assert process.returncode == 0, told
+
+
+def swap_with_another_process(driver, kind, device, peer_device):
+    with allocate([device], 100_000, driver=driver) as memory:
+        (mine,) = memory.segments
+        with peer_process(kind, peer_device) as sock:
+            fd, note = mine.export()
+            _bootstrap._send_fd(sock, fd, note)
             os.close(fd)
-            fd, note = _bootstrap._receive_fd(here)
+            fd, note = _bootstrap._receive_fd(sock)
             peer = memory.import_peer(fd, note)
             os.close(fd)
             memory.write(peer.address, b"by mine")
-            assert here.recv(1) == b"1"
-            here.sendall(b"2")
-        except (OSError, AssertionError) as error:
-            process.kill()
-            raise AssertionError(process.communicate()[1].decode()) from error
-        assert process.wait(60) == 0, process.communicate()[1].decode()
+            assert sock.recv(1) == b"1"
+            sock.sendall(b"2")
         assert memory.read(mine.address, 17) == b"written by a peer"
         # Its process has ended; its memory is still mapped here.
         assert memory.read(peer.address, 7) == b"by mine"
-    process.stderr.close()
 
 
 def test_two_processes(driver):
