@@ -13,6 +13,8 @@ from jax_iser.config import DomainConfig as DomainConfig
 from jax_iser.domain import Domain as Domain
 from jax_iser.domain import DomainHandle as DomainHandle
 from jax_iser.errors import IserError as IserError
+from jax_iser.fp8 import dequantize_fp8 as dequantize_fp8
+from jax_iser.fp8 import quantize_fp8 as quantize_fp8
 from jax_iser.fused_moe import fused_moe as fused_moe
 from jax_iser.layer import moe_layer as moe_layer
 from jax_iser.planner import Plan as Plan

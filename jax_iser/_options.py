@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_iser import _iser
-from jax_iser.config import DTYPES, DomainConfig
+from jax_iser.config import DTYPES, WEIGHT_DTYPES, DomainConfig
 from jax_iser.planner import COPY_RULES
 
 
@@ -21,6 +21,7 @@ def shape_of(config: DomainConfig, is_multi_process: bool) -> _iser.DomainShape:
         element_bytes=DTYPES[config.dtype],
         num_banks=config.num_banks,
         num_staged=min(config.num_helper_slots, config.num_home) if is_staging else 0,
+        weight_format=WEIGHT_DTYPES.index(config.weight_dtype),
     )
 
 

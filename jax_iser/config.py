@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import operator
 
+from jax_iser import fp8
 from jax_iser.planner import check_plan_knobs
 
 DTYPES = {"float32": 4, "bfloat16": 2}
+WEIGHT_DTYPES = (None, fp8.NAME)  # in the order of ffi/core/layout.h
 BANKS = ("shared", "per_layer")
 PLATFORMS = ("cpu", "cuda")
 MAX_LAYERS = 1 << 16
@@ -28,6 +30,8 @@ class DomainConfig:
       ranks_per_device: ranks that share a device; they are consecutive.
       num_helper_slots: helper slots `S` of a rank, 0 to 16.
       dtype: of tokens and expert weights, `"float32"` or `"bfloat16"`.
+      weight_dtype: None, or `"float8_e4m3fn"`: expert weights are planes of `quantize_fp8`, and
+        tokens are dispatched in FP8 too; needs `D` and `I` that are multiples of 128.
       num_layers: layers that use the Domain; `layer` operands are below it.
       bank: `"shared"`: layer i uses helper bank `i mod 2`; `"per_layer"`: its own.
       min_group_size: ranks of the smallest group below the all-rank one: 4, 2 or 1.
@@ -55,6 +59,7 @@ class DomainConfig:
     ranks_per_device: int = 1
     num_helper_slots: int = 4
     dtype: str = "float32"
+    weight_dtype: str | None = None
     num_layers: int = 1
     bank: str = "shared"
     min_group_size: int = 4
@@ -104,6 +109,9 @@ class DomainConfig:
         for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1")
+        if self.weight_dtype is not None:
+            sizes = (self.hidden_size, self.intermediate_size)
+            fp8.check_sizes(*sizes, "hidden_size", "intermediate_size")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers={self.num_layers} exceeds {MAX_LAYERS}")
         if self.top_k > self.num_experts:
@@ -134,6 +142,11 @@ class DomainConfig:
     def _check_choices(self):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"weight_dtype={self.weight_dtype!r} is neither None, for weights of dtype, nor "
+                f"{fp8.NAME!r}"
+            )
         if self.bank not in BANKS:
             raise ValueError(f"bank={self.bank!r} is not one of {', '.join(BANKS)}")
         if self.resident and self.bank != "per_layer":
@@ -185,6 +198,13 @@ class DomainConfig:
         return self.num_layers if self.bank == "per_layer" else min(2, self.num_layers)
 
     @property
+    def plane_bytes(self) -> int:
+        """Bytes of one plane of an expert; gate, up and down are all as large."""
+        if self.weight_dtype is not None:
+            return fp8.plane_bytes(self.intermediate_size, self.hidden_size)
+        return self.hidden_size * self.intermediate_size * DTYPES[self.dtype]
+
+    @property
     def bundle_bytes(self) -> int:
         """Bytes of one expert: its gate, up and down planes."""
-        return 3 * self.hidden_size * self.intermediate_size * DTYPES[self.dtype]
+        return 3 * self.plane_bytes

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_iser import _bootstrap, _iser
+from jax_iser import _bootstrap, _iser, fp8
 from jax_iser._cpu import CpuRuntime
 from jax_iser._options import shape_of
 from jax_iser.config import DomainConfig
@@ -200,8 +200,8 @@ class Domain:
         aside before other processes pull it.
 
         Args:
-          weights: a pytree of arrays with the experts of all ranks, `[E, ...]` (or stacked
-            `[L, E, ...]`, rank 4), equal on all processes.
+          weights: a pytree of arrays with the experts of all ranks, `[E, a, b]`, FP8 planes
+            `[E, bytes]`, or either stacked `[L, E, ...]`; equal on all processes.
 
         Returns:
           The same tree of `jax.Array`s, sharded over the experts.
@@ -214,8 +214,8 @@ class Domain:
 
     def _place_array(self, array):
         array = np.asarray(array)
-        axis = array.ndim - 3
-        if array.ndim not in (3, 4) or array.shape[axis] != self.config.num_experts:
+        axis = array.ndim - (2 if fp8.is_fp8(array) else 3)
+        if axis not in (0, 1) or array.shape[axis] != self.config.num_experts:
             raise ValueError(
                 f"weights of shape {array.shape} do not have num_experts="
                 f"{self.config.num_experts} on axis {axis}; pass [E, ...] or [L, E, ...]"

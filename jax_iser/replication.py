@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jax_iser import _ffi
+from jax_iser import _ffi, fp8
 from jax_iser.config import DomainConfig
 from jax_iser.domain import DomainHandle
 
@@ -24,6 +24,8 @@ class ExpertWeights(NamedTuple):
     Attributes:
       gate, up: `[H, I, D]` per rank, each expert contiguous; stacked `[L, H, I, D]` with `layer`.
       down: `[H, D, I]`, stacked `[L, H, D, I]`.
+
+    As `quantize_fp8` makes them all three are `[H, bytes] u8`, stacked `[L, H, bytes]`.
     """
 
     gate: jax.Array
@@ -151,20 +153,43 @@ def check_tokens(name, array, width, config, dtype) -> None:
 
 def check_weights(weights, config) -> None:
     """Checks the planes of one device's experts against the Domain's sizes."""
-    experts = config.ranks_per_device * config.num_home
-    wide = (experts, config.intermediate_size, config.hidden_size)
-    tall = (experts, config.hidden_size, config.intermediate_size)
-    stacks = {plane.shape[0] if plane.ndim == 4 else None for plane in weights}
+    stacks = {plane.shape[0] if fp8.is_stacked(plane) else None for plane in weights}
     if len(stacks) > 1:
         raise ValueError(
             f"gate, up, down have shapes {[plane.shape for plane in weights]}: stack all of them "
             "over the same number of layers, or none"
         )
-    for name, plane, shape in zip(("gate", "up", "down"), weights, (wide, wide, tall), strict=True):
-        if plane.ndim not in (3, 4) or plane.shape[-3:] != shape:
+    for name, plane, shape in zip(
+        ("gate", "up", "down"), weights, _plane_shapes(config), strict=True
+    ):
+        _check_format(name, plane, config)
+        if plane.ndim - len(shape) not in (0, 1) or plane.shape[-len(shape) :] != shape:
             raise ValueError(
                 f"{name} has shape {plane.shape}, the Domain expects {shape} on each device "
                 "(with a leading layer axis when stacked)"
             )
-        if plane.dtype != jnp.dtype(config.dtype):
+        if not fp8.is_fp8(plane) and plane.dtype != jnp.dtype(config.dtype):
             raise TypeError(f"{name} is {plane.dtype}, the Domain expects {config.dtype}; cast it")
+
+
+def _plane_shapes(config):
+    """Shapes of gate, up and down of one device, not stacked."""
+    experts = config.ranks_per_device * config.num_home
+    if config.weight_dtype is not None:
+        return [(experts, config.plane_bytes)] * 3
+    wide = (experts, config.intermediate_size, config.hidden_size)
+    return [wide, wide, (experts, config.hidden_size, config.intermediate_size)]
+
+
+def _check_format(name, plane, config):
+    if fp8.is_fp8(plane) == (config.weight_dtype is not None):
+        return
+    if fp8.is_fp8(plane):
+        raise TypeError(
+            f"{name} is uint8, the Domain expects {config.dtype}; make the Domain with "
+            f'weight_dtype="{fp8.NAME}" if these are planes of quantize_fp8'
+        )
+    raise TypeError(
+        f"{name} is {plane.dtype}, the Domain expects uint8 planes of "
+        f'weight_dtype="{config.weight_dtype}"; convert the weights once by jax_iser.quantize_fp8'
+    )

@@ -64,17 +64,26 @@ inline std::string count_tokens(const CallSizes& sizes, xla::ffi::Span<const int
   return "";
 }
 
-// A plane [V*H, a, b], or a stack [L, V*H, a, b] with L in `num_stacked`, which is 0 otherwise.
+// A plane [V*H, a, b], with FP8 [V*H, bytes], or a stack [L, V*H, ...] with L in `num_stacked`,
+// which is 0 otherwise.
 inline std::string check_plane(const CallSizes& sizes, const xla::ffi::AnyBuffer& plane,
                                int32_t* num_stacked) {
   const int64_t experts = int64_t{sizes.ranks_per_device} * sizes.shape.slots.num_home();
   const size_t bytes = experts * sizes.shape.plane_bytes();
-  const std::string error = check_dtype(sizes, "a plane of the weights", plane.element_type());
+  const bool is_fp8 = sizes.shape.is_fp8();
+  std::string error;
+  if (!is_fp8) error = check_dtype(sizes, "a plane of the weights", plane.element_type());
+  if (is_fp8 && plane.element_type() != xla::ffi::DataType::U8) {
+    error =
+        "a plane of the weights is not uint8, but the Domain's weights are FP8; pass those of "
+        "jax_iser.quantize_fp8";
+  }
   if (!error.empty()) return error;
   const auto dims = plane.dimensions();
-  const bool is_stacked = dims.size() == 4;
+  const size_t num_dims = is_fp8 ? 2 : 3;
+  const bool is_stacked = dims.size() == num_dims + 1;
   const int64_t layers = is_stacked ? dims[0] : 1;
-  if (plane.size_bytes() != layers * bytes || (!is_stacked && dims.size() != 3)) {
+  if (plane.size_bytes() != layers * bytes || (!is_stacked && dims.size() != num_dims)) {
     return "weights hold " + std::to_string(plane.size_bytes()) + " bytes a plane, expected " +
            std::to_string(layers * bytes);
   }

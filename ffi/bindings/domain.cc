@@ -197,7 +197,7 @@ void bind_domain(nb::module_& m) {
           "__init__",
           [](DomainShape* self, int num_ranks, int num_experts, int num_helper_slots, int top_k,
              int hidden, int intermediate, int max_tokens, int element_bytes, int num_banks,
-             int num_staged) {
+             int num_staged, int weight_format) {
             new (self) DomainShape{{num_ranks, num_experts, num_helper_slots},
                                    top_k,
                                    hidden,
@@ -205,11 +205,13 @@ void bind_domain(nb::module_& m) {
                                    max_tokens,
                                    element_bytes,
                                    num_banks,
-                                   num_staged};
+                                   num_staged,
+                                   static_cast<WeightFormat>(weight_format)};
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_helper_slots"),
           nb::arg("top_k"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("max_tokens"),
-          nb::arg("element_bytes"), nb::arg("num_banks"), nb::arg("num_staged"))
+          nb::arg("element_bytes"), nb::arg("num_banks"), nb::arg("num_staged"),
+          nb::arg("weight_format"))
       .def("section_sizes", &section_sizes)
       .def("segment_bytes",
            [](const DomainShape& shape, int ranks) { return segment_bytes(shape, ranks); });
