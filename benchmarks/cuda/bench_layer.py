@@ -4,21 +4,28 @@
     python3 benchmarks/cuda/bench_layer.py --ranks 8          # more ranks than GPUs share them
 
 Rank 0's experts are hot: at the defaults four of them (38.5 MB each) are copied. Before anything
-is timed ON is compared with OFF to the bit. From `Domain.timelines()`, by device and call:
+is timed ON is compared with OFF to the bit. From `Domain.timelines()`, of the slowest device:
 
-  span   from start to the later of the shared expert's end and the end of the copies, us
-  layer  from start to the finished output, us
+  span_us   from start to the later of the shared expert's end and the end of the copies
+  layer_us  from start to the finished output
+  shared_us, copy_us   what the span is the longest of: up to the shared expert's end, up to READY
 
-`copy_us_more` is the span's growth over the plain XLA shared expert without copies, which runs in
-turn with every other case; all numbers are medians over calls of the slowest device's.
+All cases of a Domain take turns. `copy_us_more` is the growth of a turn's span over that turn's
+plain one: XLA's own products, nothing copied (its plan still runs beside them). Medians, and
+quartiles of the growth. The row "plain, again" is the noise: the plain case a second time.
+`alone` rows time the shared expert in a program of its own, calls back to back, by the host's
+clock.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,11 +39,30 @@ from jax.sharding import PartitionSpec as P
 import jax_iser
 
 AXIS = "ep"
+NUM_CALLS = 10  # of the shared expert alone
+
+
+class Times(NamedTuple):
+    """Microseconds of a call."""
+
+    span: float
+    shared: float
+    copy: float
+    layer: float
+
+
+class Case(NamedTuple):
+    """What is timed."""
+
+    balance: str
+    sms: int | None
+    is_again: bool = False
 
 
 def arguments():
     parser = _report.parser(__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--platform", default="gpu", help="cpu tries the script where there is no GPU")
     add("--ranks", type=int, default=None, help="ranks (default: one a GPU)")
     add("--tokens", type=int, default=8192, help="tokens a rank")
     add("--hidden", type=int, default=7168)
@@ -44,9 +70,10 @@ def arguments():
     add("--shared", type=int, default=3072, help="inner width of the shared expert")
     add("--experts", type=int, default=16)
     add("--top-k", type=int, default=2)
-    add("--copy-sms", type=int, nargs="+", default=[4, 8, 16])
-    add("--sms", type=int, nargs="+", default=[124, 128], help="budgets of the shared expert")
-    add("--rules", nargs="+", default=["owner_direct", "sami"])
+    add("--copy-sms", type=int, nargs="+", default=[8, 4, 16])
+    add("--sms", type=int, nargs="+", default=[128, 124], help="budgets of the shared expert")
+    add("--rules", nargs="+", default=["sami", "owner_direct"])
+    add("--limit-s", type=float, default=75, help="no Domain is begun after this; others are told")
     parser.set_defaults(repeats=21)
     return parser.parse_args()
 
@@ -108,6 +135,28 @@ def compiled(mesh, balance, sms):
     )
 
 
+def time_alone(args, mesh, x, shared, sms) -> float:
+    """Microseconds of the shared expert in a program of its own."""
+    call = jax.jit(
+        jax.shard_map(
+            lambda x, planes: jax_iser.shared_expert(x, *planes, sms=sms),
+            mesh=mesh,
+            in_specs=(P(AXIS), P()),
+            out_specs=P(AXIS),
+            check_vma=False,
+        )
+    )
+    jax.block_until_ready(call(x, shared))
+    times = []
+    for _ in range(args.repeats):
+        begin = time.perf_counter()
+        for _ in range(NUM_CALLS):
+            y = call(x, shared)
+        jax.block_until_ready(y)
+        times.append((time.perf_counter() - begin) / NUM_CALLS)
+    return statistics.median(times) * 1e6
+
+
 def run(mesh, operands, domain, balance, sms):
     y, plan = jax.block_until_ready(compiled(mesh, balance, sms)(*operands, domain.handle))
     if int(plan.status):
@@ -115,13 +164,17 @@ def run(mesh, operands, domain, balance, sms):
     return y, plan
 
 
-def last_call(domain) -> tuple[float, float]:
-    """(span, layer) of the last call, us, of the slowest device."""
+def last_call(domain, num_devices) -> Times:
+    """Of the last call, of the slowest device."""
     rows = domain.timelines()
     newest = max(row.generation for row in rows)
     rows = [row for row in rows if row.generation == newest]
-    span = max(max(row.fused_called, row.copy_end) - row.started for row in rows)
-    return span / 1e3, max(row.finished - row.started for row in rows) / 1e3
+    if len(rows) != num_devices or not all(row.fused_called > row.started > 0 for row in rows):
+        raise SystemExit(f"moments of call {newest} are missing: {rows}")
+    shared = max(row.fused_called - row.started for row in rows)
+    copy = max(row.copy_end - row.started for row in rows)
+    layer = max(row.finished - row.started for row in rows)
+    return Times(max(shared, copy) / 1e3, shared / 1e3, copy / 1e3, layer / 1e3)
 
 
 def check_bits(mesh, operands, domain, sms):
@@ -132,63 +185,82 @@ def check_bits(mesh, operands, domain, sms):
     return plan
 
 
-def time_cases(args, mesh, operands, domain):
-    """Medians of (span, layer) by (balance, sms); the cases take turns."""
-    cases = [(balance, sms) for sms in (None, *args.sms) for balance in ("none", "haloq")]
+def time_cases(args, mesh, operands, domain) -> dict[Case, list[Times]]:
+    """Every case's calls; the cases take turns."""
+    cases = [Case(balance, sms) for sms in (None, *args.sms) for balance in ("none", "haloq")]
+    cases.insert(1, Case("none", None, is_again=True))
     seen = {case: [] for case in cases}
     for turn in range(args.repeats + 2):
         for case in cases:
-            run(mesh, operands, domain, *case)
+            run(mesh, operands, domain, case.balance, case.sms)
             if turn >= 2:
-                seen[case].append(last_call(domain))
-    return {
-        case: tuple(statistics.median(column) for column in zip(*values, strict=True))
-        for case, values in seen.items()
-    }
+                seen[case].append(last_call(domain, mesh.devices.size))
+    return seen
+
+
+def rows_of(seen, plan):
+    """A row for each case."""
+    plain = seen[Case("none", None)]
+    for case, calls in seen.items():
+        growth = [a.span - b.span for a, b in zip(calls, plain, strict=True)]
+        low, middle, high = statistics.quantiles(growth, n=4)
+        load = plan.load if case.balance == "haloq" else plan.load_before
+        medians = Times(*(statistics.median(column) for column in zip(*calls, strict=True)))
+        yield {
+            "case": "plain, again" if case.is_again else case.balance,
+            "shared_expert_sms": case.sms,
+            "broadcasts": int(plan.num_broadcasts) if case.balance == "haloq" else 0,
+            "imbalance": round(float(load.max() / load.mean()), 3),
+            "copy_us_more": round(middle, 1),
+            "copy_us_more_quartiles": [round(low, 1), round(high, 1)],
+        } | {f"{name}_us": round(value, 1) for name, value in medians._asdict().items()}
+
+
+def say_row(figures, row):
+    figures.append(row)
+    _report.say(json.dumps(row))
+
+
+def make_domain(args, mesh, num_ranks, rule, copy_sms):
+    return jax_iser.Domain(
+        mesh,
+        AXIS,
+        ranks_per_device=num_ranks // mesh.devices.size,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        max_tokens_per_rank=args.tokens,
+        min_group_size=1,
+        dtype="bfloat16",
+        copy_rule=rule,
+        copy_sms=None if args.platform == "cpu" else copy_sms,
+    )
 
 
 def main():
     args = arguments()
-    devices = jax.devices("gpu")
+    begin = time.monotonic()
+    devices = jax.devices(args.platform)
     num_ranks = args.ranks or len(devices)
+    if num_ranks % len(devices) or args.experts % num_ranks:
+        raise SystemExit(f"{num_ranks} ranks on {len(devices)} devices, {args.experts} experts")
     mesh = Mesh(np.array(devices), (AXIS,))
     operands = make_operands(args, mesh, num_ranks)
     figures = []
-    for rule in args.rules:
-        for copy_sms in args.copy_sms:
-            with jax_iser.Domain(
-                mesh,
-                AXIS,
-                ranks_per_device=num_ranks // len(devices),
-                num_experts=args.experts,
-                top_k=args.top_k,
-                hidden_size=args.hidden,
-                intermediate_size=args.intermediate,
-                max_tokens_per_rank=args.tokens,
-                min_group_size=1,
-                dtype="bfloat16",
-                copy_rule=rule,
-                copy_sms=copy_sms,
-            ) as domain:
+    for sms in (None, *args.sms):
+        alone = time_alone(args, mesh, operands[0], operands[-1], sms)
+        say_row(figures, {"case": "alone", "shared_expert_sms": sms, "shared_us": round(alone, 1)})
+    for copy_sms in args.copy_sms:
+        for rule in args.rules:
+            setting = {"rule": rule, "copy_sms": copy_sms}
+            if time.monotonic() - begin > args.limit_s:
+                say_row(figures, {"skipped": setting, "why": f"over {args.limit_s} s"})
+                continue
+            with make_domain(args, mesh, num_ranks, rule, copy_sms) as domain:
                 plan = check_bits(mesh, operands, domain, args.sms[0])
-                times = time_cases(args, mesh, operands, domain)
-            plain = times["none", None][0]
-            for (balance, sms), (span, layer) in times.items():
-                row = {
-                    "rule": rule,
-                    "copy_sms": copy_sms,
-                    "shared_expert_sms": sms,
-                    "balance": balance,
-                    "broadcasts": int(plan.num_broadcasts) if balance == "haloq" else 0,
-                    "imbalance": float(plan.load_before.max() / plan.load_before.mean())
-                    if balance == "none"
-                    else float(plan.load.max() / plan.load.mean()),
-                    "span_us": span,
-                    "copy_us_more": span - plain,
-                    "layer_us": layer,
-                }
-                figures.append(row)
-                _report.say(row)
+                for row in rows_of(time_cases(args, mesh, operands, domain), plan):
+                    say_row(figures, setting | row)
     kinds = [device.device_kind for device in devices]
     _report.write(
         args, {"devices": kinds, "sizes": vars(args) | {"ranks": num_ranks}, "rows": figures}
