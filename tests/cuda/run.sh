@@ -5,7 +5,8 @@
 #   tests/cuda/run.sh simt                             the plan's code on the CPU; needs neither
 #
 # ISER_CUDA_BUILD: where binaries go (default build/cuda). GPUS: how many GPUs to use (default 1).
-# OUT: where benchmarks leave <name>.jsonl (default: the build folder).
+# OUT: where benchmarks leave <name>.jsonl and sanitizers what they print (default: the build folder).
+# SANITIZER: the compute-sanitizer to use (default: the one on PATH).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 build=${ISER_CUDA_BUILD:-build/cuda}
@@ -56,20 +57,40 @@ run_benchmarks() {
   done
 }
 
-# Each tool must be silent on the kernels, and must speak on a planted fault.
+# One line: how long it took and whether it ended as wanted; what it printed is in a file.
+check() {  # name, "clean" or "caught", command
+  local name=$1 wanted=$2 began=$SECONDS rc=0 found=clean
+  shift 2
+  timeout -k 5 "${LIMIT:-90}" "$@" >"$out/$name.txt" 2>&1 || rc=$?
+  if [[ $rc == 9 ]]; then found=caught; elif [[ $rc != 0 ]]; then found="ended with $rc"; fi
+  if [[ $found == "$wanted" ]]; then
+    echo "ok   $name: $found, $((SECONDS - began)) s"
+  else
+    echo "FAIL $name: $found, wanted $wanted, $((SECONDS - began)) s; see $out/$name.txt"
+    return 1
+  fi
+}
+
+# Each tool must be silent on the kernels, and must speak on a planted fault. racecheck is slow:
+# of the fused layer it gets the first cases, which have every role of both engines in few tiles.
 sanitize() {
   local failed=0 tool program
-  for program in "$build"/test_{plan,replication,fused_moe}; do
-    for tool in memcheck racecheck; do
-      timeout "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" --small \
-        || { echo "$tool: $program failed: $?"; failed=1; }
-      if timeout 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" --plant "$tool" \
-          >"$out/planted_$tool.txt" 2>&1; then
-        echo "$tool did not catch the fault planted in $program"
-        failed=1
-      else
-        echo "$tool caught the fault planted in $program"
-      fi
+  local sanitizer=${SANITIZER:-compute-sanitizer} plant="$build/test_replication --plant"
+  local -a options
+  "$sanitizer" --version | tail -n 1
+  for tool in memcheck racecheck initcheck synccheck; do
+    # The tensor engine has 20 mbarriers a CTA; what libraries have is not counted otherwise.
+    options=(--tool "$tool" --error-exitcode 9 --num-cuda-barriers 64)
+    check "planted_$tool" caught "$sanitizer" "${options[@]}" $plant "$tool" || failed=1
+    if [[ $tool == racecheck ]]; then
+      check "planted_ring" caught "$sanitizer" "${options[@]}" $plant ring || failed=1
+      check "ring_of_no_fault" clean "$sanitizer" "${options[@]}" $plant "no fault" || failed=1
+    fi
+    for program in plan replication fused_moe; do
+      local -a subset=(--small)
+      [[ $tool == racecheck && $program == fused_moe ]] && subset+=(--only "first: ")
+      check "$tool.$program" clean "$sanitizer" "${options[@]}" "$build/test_$program" \
+        "${subset[@]}" || failed=1
     done
   done
   return $failed
