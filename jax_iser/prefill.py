@@ -36,8 +36,9 @@ class ArmRecord:
       load_before, load: `[chunks, layers, P]`, routes by computing rank without and with the plan.
       broadcasts, copies: `[chunks, layers]`; copies are bundles that crossed to another rank.
       copied_bytes: `[chunks, layers]`.
-      busy: `[chunks, layers, P]` f64, a rank's CPU seconds in expert tiles (the least of the
-        repeats: what disturbs a thread only ever adds); None without a Domain.
+      busy: `[chunks, layers, P]` f64, a rank's CPU seconds in expert tiles; on GPUs `[chunks,
+        layers, devices]`, from the call's start to its output. The least of the repeats: what
+        disturbs only ever adds. None without a Domain.
       seconds: `[chunks, repeats]` f64, wall time.
       logits_sha256: per chunk, of the raw bytes of all ranks' logits in rank order.
       topk_ids: `[chunks, tokens, layers, top_k]` i16, tokens rank by rank.
@@ -77,6 +78,7 @@ class Measurement:
       repeatable: whether every repeat of an arm gave the bytes of its first run.
       num_text_bytes: targets that count for bits a byte.
       tokens_per_chunk: tokens of all ranks.
+      seconds_of: what `ArmRecord.busy` is of: "tiles" on CPUs, "call" on GPUs, None without it.
     """
 
     arms: dict[str, ArmRecord]
@@ -84,6 +86,7 @@ class Measurement:
     repeatable: bool
     num_text_bytes: int
     tokens_per_chunk: int
+    seconds_of: str | None
 
 
 def compile_arms(model: nnx.Module, arms: Sequence[str]) -> dict[str, Callable]:
@@ -166,6 +169,7 @@ def measure(
         repeatable=bool(is_repeatable),
         num_text_bytes=int((targets != separator).sum()),
         tokens_per_chunk=int(inputs[0].size),
+        seconds_of=runner.clock and runner.clock.seconds_of,
     )
 
 
@@ -179,11 +183,58 @@ class _Run:
     seconds: float
 
 
+class _TileClock:
+    """CPU time of each rank in expert tiles."""
+
+    seconds_of = "tiles"
+
+    def __init__(self, domain):
+        self._domain = domain
+
+    def begin(self) -> None:
+        self._domain.busy(reset=True)
+
+    def read(self) -> np.ndarray:
+        """`[layers, ranks of this process]` since `begin`."""
+        return self._domain.busy()[0]
+
+
+class _CallClock:
+    """Time of each GPU from a layer call's start to its output, by the GPU's own clock."""
+
+    seconds_of = "call"
+
+    def __init__(self, domain):
+        self._domain = domain
+
+    def begin(self) -> None:
+        self._seen = {(t.first_rank, t.generation) for t in self._domain.timelines()}
+
+    def read(self) -> np.ndarray:
+        """`[layers, devices of this process]` since `begin`."""
+        rows = [
+            t for t in self._domain.timelines() if (t.first_rank, t.generation) not in self._seen
+        ]
+        device_of = {rank: i for i, rank in enumerate(sorted({t.first_rank for t in rows}))}
+        seconds = np.zeros((self._domain.config.num_layers, len(device_of)))
+        for t in rows:
+            seconds[t.layer, device_of[t.first_rank]] += (t.finished - t.started) * 1e-9
+        return seconds
+
+
+def _clock_of(domain):
+    """None for a bare handle."""
+    if not hasattr(domain, "timelines"):
+        return None
+    return (_TileClock if domain.config.platform == "cpu" else _CallClock)(domain)
+
+
 class _Runner:
     """Compiled arms with what they need of the mesh."""
 
     def __init__(self, model, domain, arms):
         self.domain, self.handle = domain, getattr(domain, "handle", domain)
+        self.clock = _clock_of(domain)
         self.functions = compile_arms(model, arms)
         self.state = nnx.state(model)
         self.sharding = NamedSharding(model.mesh, PartitionSpec(model.axis))
@@ -192,14 +243,13 @@ class _Runner:
         placed = jax.make_array_from_callback(
             tokens.shape, self.sharding, lambda index: tokens[index]
         )
-        is_timed = hasattr(self.domain, "busy")
-        if is_timed:
-            self.domain.busy(reset=True)
+        if self.clock is not None:
+            self.clock.begin()
         began = time.perf_counter()
         logits, layers = self.functions[arm](self.state, placed, self.handle)
         jax.block_until_ready((logits, layers))
         seconds = time.perf_counter() - began
-        busy = _gather_ranks(self.domain.busy()[0]) if is_timed else None
+        busy = None if self.clock is None else _gather_ranks(self.clock.read())
         kept = [
             {name: _on_host(layer[name]) for name in (*_FIELDS, "topk_ids")} for layer in layers
         ]
@@ -229,7 +279,7 @@ def _on_host(array: jax.Array) -> np.ndarray:
 
 
 def _gather_ranks(busy: np.ndarray) -> np.ndarray:
-    """`[layers, ranks of this process]` to `[layers, P]`."""
+    """`[layers, ranks of this process]` to `[layers, P]`, or devices in place of ranks."""
     if jax.process_count() == 1:
         return busy
     # As bytes, since jax would halve the precision.

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jax_iser import prefill as engine
-from jax_iser.cli import _devices, main
+from jax_iser.cli import _devices, main, prefill
 from jax_iser.cli._output import UsageError
 from jax_iser.models import ModelConfig, MoELM, bits_per_byte, from_pretrained, save
 from jax_iser.reference.planner import plan_counts
@@ -205,6 +206,33 @@ def test_ranks_that_share_devices_see_the_same_loads(run, model_dir, text, capsy
     assert result["layers"][0]["imbalance_off"] == run[0]["layers"][0]["imbalance_off"]
 
 
+def test_times_of_whole_calls_as_gpus_have_them(run, model_dir, text, capsys, monkeypatch):
+    """On CPUs, whose Domains keep the same moments."""
+    monkeypatch.setattr(engine, "_clock_of", engine._CallClock)
+    options = ("--ranks-per-device", 4, "--chunks", 2, "--repeats", 2, "--json", "-")
+    assert main(arguments(model_dir, text, *options)) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert (run[0]["seconds_of"], result["seconds_of"]) == ("tiles", "call")
+    assert result["platform"] == "cpu"
+    seconds = 2 * TINY.num_layers * result["tokens_per_s"]["on"] ** -1 * EP * TOKENS
+    assert 0 < result["busy_max_on_s"] < seconds
+    assert 0 < result["layers"][1]["busy_max_off_s"] < result["busy_max_off_s"]
+    assert "slowest GPU's layer time" in err
+    assert "layer off" in err
+
+
+def test_ranks_are_shared_out_over_the_gpus(monkeypatch):
+    for num_gpus, ep, wanted in ((0, 8, 1), (1, 8, 8), (2, 8, 4), (3, 8, 4), (16, 8, 1)):
+        monkeypatch.setattr(_devices, "count_gpus", lambda *_, n=num_gpus: n)
+        args = SimpleNamespace(
+            coordinator=None, platform="auto", method="fused", ep=ep, ranks_per_device=None
+        )
+        prefill._choose_devices(args)
+        assert args.ranks_per_device == wanted
+        assert args.platform == ("gpu" if num_gpus else "cpu")
+
+
 def test_a_changed_bit_is_found_and_fails(model_dir, text, capsys, monkeypatch):
     honest = engine._Runner.run
 
@@ -257,6 +285,11 @@ def test_bits_leave_separators_out():
             ["8 devices", "--num-processes 3"],
         ),
         (["--nonsense"], ["--nonsense"]),
+        (["--platform", "gpu"], ["--platform gpu", "JAX_PLATFORMS=cpu"]),
+        (
+            ["--platform=gpu", "--coordinator=h:1", "--num-processes=2", "--process-id=0"],
+            ["--platform gpu", "--coordinator"],
+        ),
     ],
 )
 def test_bad_usage_is_one_clear_line(model_dir, text, capsys, options, words):

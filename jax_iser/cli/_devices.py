@@ -1,4 +1,5 @@
-"""CPU devices for a command: as many as its ranks need, in one process or in several."""
+"""Devices for a command: CPU devices as many as its ranks need, in one process or in several, or
+the GPUs that there are."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 from jax_iser.cli._output import Failure, UsageError
 
 _FLAG = "--xla_force_host_platform_device_count"
+_AUTOTUNE = "--xla_gpu_autotune_level"
 
 
 def force_devices(num_devices: int, why: str) -> None:
@@ -34,6 +36,55 @@ def force_devices(num_devices: int, why: str) -> None:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
+
+
+def count_gpus(platform: str, method: str) -> int:
+    """GPUs to run on; 0: run on CPUs. Starts jax where the driver has GPUs.
+
+    Args:
+      platform: "auto", "cpu" or "gpu". "auto" takes CPUs wherever GPUs cannot be used.
+      method: "fused", which needs kernels and cuda-python, or "reference".
+
+    Raises:
+      UsageError: "gpu" where GPUs cannot be used.
+    """
+    if platform == "cpu":
+        return 0
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    try:
+        if asked and not {"cuda", "gpu"} & set(asked.split(",")):
+            raise RuntimeError(f"JAX_PLATFORMS={asked} leaves GPUs out")
+        if platform == "auto" or method == "fused":
+            _require_kernels()
+        return _start_gpus()
+    except Exception as error:  # jax and the driver raise several kinds
+        if platform == "gpu":
+            text = " ".join(str(error).split())
+            raise UsageError(f"--platform gpu: {text}") from error
+        return 0
+
+
+def _require_kernels() -> None:
+    from jax_iser._cuda_driver import Driver
+    from jax_iser._ffi import _iser_cuda
+
+    if _iser_cuda is None:
+        raise RuntimeError("this build of jax_iser has no CUDA kernels (docs/building.md)")
+    if not Driver().call("cuDeviceGetCount"):
+        raise RuntimeError("the driver has no GPU")
+
+
+def _start_gpus() -> int:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _AUTOTUNE not in flags:  # or equal products of two programs may differ in their last bits
+        os.environ["XLA_FLAGS"] = f"{flags} {_AUTOTUNE}=0".strip()
+    try:
+        import jax
+
+        return len(jax.devices("gpu"))
+    except BaseException:
+        os.environ["XLA_FLAGS"] = flags
+        raise
 
 
 def join_processes(coordinator: str, num_processes: int, process_id: int) -> None:
@@ -62,8 +113,12 @@ def _keep_native_prints_off_stdout() -> None:
     sys.stdout = os.fdopen(stdout, "w", buffering=1)
 
 
-def make_mesh(num_devices: int, axis: str = "ep"):
+def make_mesh(num_devices: int, platform: str = "cpu", axis: str = "ep"):
     """A mesh of one axis over the first devices of every process, in process order.
+
+    Args:
+      num_devices: of all processes.
+      platform: "cpu" or "gpu".
 
     Raises:
       UsageError: there are fewer devices.
@@ -72,7 +127,7 @@ def make_mesh(num_devices: int, axis: str = "ep"):
     import jax
 
     try:
-        devices, processes = jax.devices(), jax.process_count()
+        devices, processes = jax.devices(platform), jax.process_count()
     except Exception as error:  # jax raises several kinds
         text = str(error) or f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
         raise Failure(f"jax found no device: {text}") from error
@@ -82,9 +137,12 @@ def make_mesh(num_devices: int, axis: str = "ep"):
         by_process.setdefault(device.process_index, []).append(device)
     fewest = min(map(len, by_process.values()))
     if fewest < each or len(by_process) < processes:
+        remedy = "put more ranks on each (--ranks-per-device)"
+        if platform == "cpu":
+            remedy = f"set XLA_FLAGS={_FLAG}={each} before anything uses jax"
         raise UsageError(
-            f"jax started with {fewest} {jax.default_backend()} devices in a process, but {each} "
-            f"are needed; set XLA_FLAGS={_FLAG}={each} before anything uses jax"
+            f"jax started with {fewest} {platform} devices in a process, but {each} are needed; "
+            f"{remedy}"
         )
     chosen = [device for p in sorted(by_process) for device in by_process[p][:each]]
     return jax.make_mesh(

@@ -57,8 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-device",
         metavar="V",
         type=number(int, 1),
-        default=1,
-        help="consecutive ranks that share a CPU device (default 1)",
+        help="consecutive ranks that share a device (default: 1 on CPUs, as few as possible on the "
+        "GPUs that there are)",
+    )
+    add(
+        "--platform",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto: GPUs where jax has some and the package was built for them (default auto)",
     )
     add(
         "--arms",
@@ -78,20 +84,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=("fused", "reference"),
         default="fused",
-        help="reference: plain JAX, without copies and without busy times (default fused)",
+        help="reference: plain JAX, without copies and without times of layers (default fused)",
     )
     add(
         "--repeats",
         metavar="N",
         type=number(int, 1),
         default=3,
-        help="runs of each chunk and arm; the least busy time of a rank counts (default 3)",
+        help="runs of each chunk and arm; the least time of a layer's rank counts (default 3)",
     )
     add_json_argument(parser)
-    add("--plot", metavar="FILE", help="picture of R and busy time per layer (PNG, SVG or PDF)")
+    add("--plot", metavar="FILE", help="picture of R and time per layer (PNG, SVG or PDF)")
     add("--record", metavar="TRACE.npz", help="write the routing taken as a trace for replay")
     several = parser.add_argument_group(
-        "several processes on this host", "start the same command once for each --process-id"
+        "several processes on this host, on CPUs",
+        "start the same command once for each --process-id",
     )
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     several.add_argument("--num-processes", metavar="N", type=number(int, 1))

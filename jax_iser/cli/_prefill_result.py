@@ -26,6 +26,8 @@ def summarize(args, model: str, config, measurement: Measurement) -> dict:
         "ranks_per_device": args.ranks_per_device,
         "min_group_size": args.min_group_size,
         "method": args.method,
+        "platform": args.platform,
+        "seconds_of": measurement.seconds_of,
         "arms": list(args.arms),
         "chunks": len(next(iter(measurement.arms.values())).load),
         "repeats": args.repeats,
@@ -60,7 +62,7 @@ def summarize(args, model: str, config, measurement: Measurement) -> dict:
 
 
 def _busy_by_layer(record: ArmRecord | None) -> np.ndarray | None:
-    """Seconds of the slowest rank of each layer call, summed over the chunks: `[layers]`."""
+    """Seconds of the slowest rank or GPU of each layer call, summed over the chunks: `[layers]`."""
     if record is None or record.busy is None:
         return None
     return record.busy.max(-1).sum(0)

@@ -9,11 +9,16 @@ from rich.table import Table
 
 from jax_iser.cli._output import bar, make_table, or_dash
 
-_BUSY_NOTE = (
+_TILES_NOTE = (
     "busy, ms: CPU time in expert tiles of each layer call's slowest rank, summed over the chunks. "
     "It is the time a layer would take if every rank had a core of its own. Wall time cannot show "
     "that gain here: {ranks} ranks share {cores} cores, which do the same work in total however it "
     "is split."
+)
+_CALL_NOTE = (
+    "layer, ms: time of each layer call on its slowest GPU, from its start to its output, summed "
+    "over the chunks. Ranks that share a GPU do the same work in total however it is split among "
+    "them: what balancing gains shows between GPUs, and on one GPU only what it costs."
 )
 
 
@@ -23,16 +28,22 @@ def print_result(console: Console, result: dict) -> None:
     if result["imbalance_off_mean"] is not None:
         _print_bars(console, result)
     if result["busy_max_on_s"] is not None or result["busy_max_off_s"] is not None:
-        note = _BUSY_NOTE.format(ranks=result["ep"], cores=os.cpu_count())
-        console.print(note, style="dim")
+        tiles = _TILES_NOTE.format(ranks=result["ep"], cores=os.cpu_count())
+        console.print(_CALL_NOTE if _is_of_calls(result) else tiles, style="dim")
     for line in _summary(result):
         console.print(line)
 
 
+def _is_of_calls(result: dict) -> bool:
+    """Whether times are whole layer calls of GPUs, not expert tiles of ranks."""
+    return result["seconds_of"] == "call"
+
+
 def _table(result: dict) -> Table:
+    time = "layer" if _is_of_calls(result) else "busy"
     table = make_table(
         *("layer", "R off", "R on", "broadcasts", "copies", "MiB"),
-        *("busy off", "busy on", "on/off"),
+        *(f"{time} off", f"{time} on", "on/off"),
     )
     for layer in result["layers"]:
         table.add_row(str(layer["layer"]), *_cells(layer, layer["imbalance_off"]))
@@ -84,7 +95,8 @@ def _summary(result: dict):
     if result["busy_max_off_s"] and result["busy_max_on_s"]:
         busy = result["busy_max_on_s"] / result["busy_max_off_s"]
         ratio = result["imbalance_on_mean"] / result["imbalance_off_mean"]
-        yield f"slowest rank's busy time on/off: {busy:.3f}; R on/off: {ratio:.3f}"
+        whose = "GPU's layer" if _is_of_calls(result) else "rank's busy"
+        yield f"slowest {whose} time on/off: {busy:.3f}; R on/off: {ratio:.3f}"
     rates = [f"{arm} {rate:,.0f}" for arm, rate in result["tokens_per_s"].items() if rate]
     yield f"tokens/s (wall): {', '.join(rates)}"
     if "fb" in result["arms"]:
@@ -95,7 +107,7 @@ def _summary(result: dict):
 
 
 def plot(result: dict, path: str) -> None:
-    """R per layer before and after, and the slowest rank's busy time beside it."""
+    """R per layer before and after, and the slowest rank's or GPU's time beside it."""
     from matplotlib.figure import Figure
 
     timed = result["busy_max_off_s"] is not None or result["busy_max_on_s"] is not None
@@ -107,8 +119,12 @@ def plot(result: dict, path: str) -> None:
     axes[0].set_title("Imbalance")
     if timed:
         _bars(axes[1], result, ("busy_max_off_s", "busy_max_on_s"), 1e3)
-        axes[1].set_ylabel("CPU time in expert tiles, ms")
-        axes[1].set_title("Busy time of the slowest rank")
+        if _is_of_calls(result):
+            what, whose = "Time of layer calls", "Slowest GPU"
+        else:
+            what, whose = "CPU time in expert tiles", "Busy time of the slowest rank"
+        axes[1].set_ylabel(f"{what}, ms")
+        axes[1].set_title(whose)
     figure.suptitle(
         f"{result['model']}: EP{result['ep']}, {result['slots']} helper slots, "
         f"{result['tokens_per_rank']} tokens a rank, {result['chunks']} chunks",

@@ -1,7 +1,7 @@
-"""Reads text with a trained MoE language model over expert-parallel ranks on this machine's CPU,
-and rebalances every MoE layer as it runs. Each rank reads sequences of its own; every chunk goes
-through three arms in turn: off (no balancing), on (HALO-Q) and fb (forced balanced routing: the
-time a perfectly balanced layer takes; its outputs mean nothing)."""
+"""Reads text with a trained MoE language model over expert-parallel ranks on this machine's GPUs or
+CPU, and rebalances every MoE layer as it runs. Each rank reads sequences of its own; every chunk
+goes through three arms in turn: off (no balancing), on (HALO-Q) and fb (forced balanced routing:
+the time a perfectly balanced layer takes; its outputs mean nothing)."""
 
 from __future__ import annotations
 
@@ -20,29 +20,43 @@ from jax_iser.cli._prefill_options import add_arguments, check
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
+_KINDS = {"cpu": "CPU devices", "gpu": "GPUs"}
 EXAMPLE = "jax-iser prefill --text README.md docs/*.md --chunks 2 --plot prefill.png --json -"
 
 
 def run(args: argparse.Namespace) -> int:
+    _choose_devices(args)
     num_devices = check(args)
     path = _model.model_directory(args)
-    _devices.force_devices(
-        num_devices // (args.num_processes or 1),
-        f"--ep {args.ep} with --ranks-per-device {args.ranks_per_device}",
-    )
+    if args.platform == "cpu":
+        _devices.force_devices(
+            num_devices // (args.num_processes or 1),
+            f"--ep {args.ep} with --ranks-per-device {args.ranks_per_device}",
+        )
     if args.coordinator:
         _devices.join_processes(args.coordinator, args.num_processes, args.process_id)
     is_first = not args.process_id
     config = _model.load_config(path)
     domain_config = _domain_config(args, config)
     inputs, targets, text = _read_text(args)
-    mesh = _devices.make_mesh(num_devices)
+    mesh = _devices.make_mesh(num_devices, args.platform)
     model = _model.load_model(path, mesh=mesh, method=args.method)
     console = progress_console()
     if is_first:
         _introduce(console, args, path, domain_config, inputs, text)
     measurement = _measure(args, model, mesh, domain_config, inputs, targets, console, is_first)
     return _report(args, path, config, measurement) if is_first else _exit_code(measurement)
+
+
+def _choose_devices(args) -> None:
+    """Settles `--platform` and `--ranks-per-device` where they were left open."""
+    if args.coordinator and args.platform == "gpu":
+        raise UsageError("--platform gpu with --coordinator: one process reads on all GPUs")
+    num_gpus = 0 if args.coordinator else _devices.count_gpus(args.platform, args.method)
+    args.platform = "gpu" if num_gpus else "cpu"
+    if args.ranks_per_device is None:
+        shares = [n for n in range(1, num_gpus + 1) if args.ep % n == 0]
+        args.ranks_per_device = args.ep // shares[-1] if shares else 1
 
 
 def _domain_config(args, config):
@@ -61,6 +75,7 @@ def _domain_config(args, config):
             num_helper_slots=args.slots,
             num_layers=config.num_layers,
             min_group_size=args.min_group_size,
+            platform="cuda" if args.platform == "gpu" else "cpu",
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -94,7 +109,7 @@ def _introduce(console, args, path, domain_config, inputs, text) -> None:
     from jax_iser.domain import describe
 
     console.print(f"model: {path}\ntext: {inputs.size:,} bytes in {len(inputs)} chunks: {text}")
-    ranks = f"{args.ep} ranks on {args.ep // args.ranks_per_device} CPU devices"
+    ranks = f"{args.ep} ranks on {args.ep // args.ranks_per_device} {_KINDS[args.platform]}"
     if args.method == "fused":
         size = describe(domain_config, args.num_processes or 1)["bytes_total"]
         ranks += f", {size / 2**20:.1f} MiB of symmetric memory"
