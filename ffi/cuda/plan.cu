@@ -23,7 +23,8 @@ __device__ inline void cluster_wait() {
 constexpr size_t kMaxSharedBytes = 227 * 1024;
 constexpr size_t kMaxCountsCopy = 64 * 1024;
 
-// Shared memory of one CTA. The warps' counts are dead once the plan begins.
+// Shared memory of one CTA: on the host offsets, of which none is 0. The warps' counts are dead
+// once the plan begins.
 struct Smem {
   int32_t* cta_counts;  // [E], read by the other CTAs of the rank
   int32_t* before_cta;  // [E]
@@ -39,13 +40,13 @@ struct Smem {
   size_t bytes;
 };
 
-ISER_HD inline bool copies_counts(const PlanConfig& config) {
+bool copies_counts(const PlanConfig& config) {
   return sizeof(int32_t) * config.slots.num_ranks * config.slots.num_experts <= kMaxCountsCopy;
 }
 
-ISER_HD inline Smem carve(const PlanConfig& config, uint8_t* base, size_t num_packed) {
+Smem carve(const PlanConfig& config, size_t num_packed) {
   Smem smem{};
-  Carver fixed{base, 0};
+  Carver fixed{nullptr, 16};
   smem.cta_counts = fixed.take<int32_t>(config.slots.num_experts);
   smem.before_cta = fixed.take<int32_t>(config.slots.num_experts);
   smem.flags = fixed.take<int32_t>(4);
@@ -65,6 +66,36 @@ ISER_HD inline Smem carve(const PlanConfig& config, uint8_t* base, size_t num_pa
         late.take<int32_t>(config.slots.num_ranks * static_cast<size_t>(config.slots.num_experts));
   }
   smem.bytes = early.used > late.used ? early.used : late.used;
+  return smem;
+}
+
+// An array of `layout` in the CTA's shared memory.
+template <typename T>
+__device__ inline void place_at(T*& array, uint8_t* shared) {
+  array = reinterpret_cast<T*>(shared + reinterpret_cast<uintptr_t>(array));
+}
+template <typename... T>
+__device__ inline void place_all(uint8_t* shared, T*&... arrays) {
+  (place_at(arrays, shared), ...);
+}
+
+__device__ inline Smem at_base(const Smem& layout, uint8_t* shared) {
+  Smem smem = layout;
+  place_all(shared, smem.cta_counts, smem.before_cta, smem.flags, smem.outputs, smem.tag,
+            smem.warp_counts);
+  if (smem.packed) {
+    place_all(shared, smem.packed, smem.order.first, smem.order.num_routes, smem.order.routes);
+  }
+  if (smem.counts_copy) place_all(shared, smem.counts_copy);
+  PlanArrays& plan = smem.plan;
+  place_all(shared, plan.hash, plan.scalars, plan.totals, plan.load_before, plan.load,
+            plan.candidate_expert, plan.candidate_total, plan.num_hosted, plan.hosted, plan.hosts,
+            plan.rows, plan.expert, plan.node, plan.helper, plan.lack, plan.node_count,
+            plan.node_foreign, plan.widest, plan.can_trade, plan.level, plan.schedule, plan.pairs,
+            plan.pair_words);
+  RewriteArrays& rewrite = smem.rewrite;
+  place_all(shared, rewrite.home, rewrite.share, rewrite.slot_start, rewrite.warp_sums,
+            rewrite.open, rewrite.slot);
   return smem;
 }
 
@@ -152,7 +183,7 @@ __device__ void write_failure(const PlanConfig& config, const PlanOutputs& out, 
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    plan_kernel(const __grid_constant__ PlanLaunch call, int32_t num_packed) {
+    plan_kernel(const __grid_constant__ PlanLaunch call, const __grid_constant__ Smem layout) {
   extern __shared__ __align__(16) uint8_t shared[];
   const cg::cluster_group cluster = cg::this_cluster();
   const PlanConfig& config = call.config;
@@ -173,7 +204,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const int32_t* topk_ids = call.topk_ids ? call.topk_ids : table.topk_ids;
   const int32_t rank = table.first_rank + local_idx, layer = cell.params.layer;
   const uint32_t generation = load_relaxed(&table.head()->generation) + 1;
-  Smem smem = carve(config, shared, num_packed);
+  Smem smem = at_base(layout, shared);
   const PlanOutputs& outputs = *smem.outputs;
   const CallTag& tag = *smem.tag;
   if (threadIdx.x == 0) {
@@ -316,10 +347,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    plan_counts_kernel(const __grid_constant__ PlanCountsLaunch call) {
+    plan_counts_kernel(const __grid_constant__ PlanCountsLaunch call,
+                       const __grid_constant__ Smem layout) {
   extern __shared__ __align__(16) uint8_t shared[];
   const PlanConfig& config = call.config;
-  Smem smem = carve(config, shared, 0);
+  Smem smem = at_base(layout, shared);
   const Stamps stamps{call.stamps};
   stamps.mark_ns(PlanStamp::kStartNs);
   stamps.mark(PlanStamp::kExchanged);
@@ -378,10 +410,10 @@ cudaError_t prepare_plan(const PlanConfig& config, int32_t ranks_per_device, int
   for (int32_t ctas = 16; ctas >= 1; ctas /= 2) {
     if (ctas > max_ctas_per_rank) continue;
     *grid = {ranks_per_device, ctas, max_routes, 0, true, true};
-    grid->smem_bytes = carve(config, nullptr, packed_routes(*grid, max_routes)).bytes;
+    grid->smem_bytes = carve(config, packed_routes(*grid, max_routes)).bytes;
     if (static_cast<size_t>(grid->smem_bytes) > kMaxSharedBytes) {
       grid->is_packed_shared = false;
-      grid->smem_bytes = carve(config, nullptr, 0).bytes;
+      grid->smem_bytes = carve(config, 0).bytes;
     }
     if (static_cast<size_t>(grid->smem_bytes) > kMaxSharedBytes) return cudaErrorInvalidValue;
     cudaLaunchAttribute attributes[2];
@@ -403,11 +435,11 @@ cudaError_t launch_plan(const PlanGrid& grid, const PlanLaunch& launch, cudaStre
   const int64_t routes = static_cast<int64_t>(launch.num_tokens) * launch.top_k;
   if (routes > grid.max_routes) return cudaErrorInvalidValue;
   const int32_t packed = grid.is_packed_shared ? packed_routes(grid, routes) : 0;
-  return cudaLaunchKernelEx(&config, plan_kernel, launch, packed);
+  return cudaLaunchKernelEx(&config, plan_kernel, launch, carve(launch.config, packed));
 }
 
 cudaError_t prepare_plan_counts(const PlanConfig& config) {
-  if (!is_supported(config) || carve(config, nullptr, 0).bytes > kMaxSharedBytes) {
+  if (!is_supported(config) || carve(config, 0).bytes > kMaxSharedBytes) {
     return cudaErrorInvalidValue;
   }
   return cudaFuncSetAttribute(plan_counts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -415,7 +447,8 @@ cudaError_t prepare_plan_counts(const PlanConfig& config) {
 }
 
 cudaError_t launch_plan_counts(const PlanCountsLaunch& launch, cudaStream_t stream) {
-  plan_counts_kernel<<<1, kPlanThreads, carve(launch.config, nullptr, 0).bytes, stream>>>(launch);
+  const Smem layout = carve(launch.config, 0);
+  plan_counts_kernel<<<1, kPlanThreads, layout.bytes, stream>>>(launch, layout);
   return cudaGetLastError();
 }
 

@@ -50,18 +50,40 @@ struct Hosts {
   }
 };
 
-enum Scalar { kCount, kEntries, kTarget, kLevels, kPairs, kChangedA, kChangedB, kNumScalars = 8 };
+enum Scalar {
+  kCount,
+  kEntries,
+  kTarget,
+  kIsDense,
+  kLevels,
+  kPairs,
+  kChangedA,
+  kChangedB,
+  kNumScalars = 8
+};
 
 constexpr int32_t kMaxNodes = 255;       // groups of all levels at 128 ranks
 constexpr int32_t kMaxPairWords = 8192;  // of prepared pairs; further ones are looked up each time
 constexpr uint16_t kNoPair = 0xffff;
+constexpr int32_t kWarpRows = 64;  // broadcasts that one warp places and repairs
 
 // Lanes for one pair of ranks: one for each broadcast that a rank may host.
 ISER_HD inline int32_t lanes_per_pair(int32_t num_slots) {
   return num_slots <= 4 ? 8 : num_slots <= 8 ? 16 : 32;
 }
 
+// What would take divisions, from the host.
+struct PlanSizes {
+  int32_t num_home, num_levels;
+
+  static PlanSizes of(const PlanConfig& config) {
+    return {config.slots.num_home(),
+            num_group_levels(config.slots.num_ranks, config.min_group_size)};
+  }
+};
+
 struct PlanArrays {
+  PlanSizes sizes;
   const int32_t* counts;  // [P, E], here or in the mail
   uint64_t* hash;
   int32_t* scalars;
@@ -77,7 +99,8 @@ struct PlanArrays {
   int32_t* expert;            // [B]
   int32_t* node;              // [B] group over all levels, finest first
   int32_t* helper;            // [B] helper index; until it is known, the place within the node
-  int32_t* lack;              // [entries] quota, then counts - quota; one more that stays 0
+  int32_t* lack;              // [entries] quota, then counts - quota; one more that stays 0. Of
+                              // dense plans counts - quota, [B, 32]
   int32_t* node_count;        // broadcasts to exactly this group
   int32_t* node_foreign;      // whether one of them has its owner outside
   int32_t* widest;            // [P] the owner's widest broadcast into its own group
@@ -88,13 +111,26 @@ struct PlanArrays {
   uint32_t* pair_words;       // entries of a pair's broadcasts at its two ranks
 };
 
+// What the host of a broadcast lacks of it.
+__device__ inline int32_t lack_of(const PlanArrays& arrays, int32_t b, const Hosts& hosts,
+                                  int32_t rank, bool is_dense) {
+  return arrays.lack[is_dense ? 32 * b + rank : hosts.entry(rank)];
+}
+
+// The lowest of the bits, of which there is one.
+__device__ inline int32_t lowest(uint32_t bits) { return 31 - __clz(bits & (0u - bits)); }
+__device__ inline int32_t lowest(uint64_t bits) {
+  const uint32_t low = static_cast<uint32_t>(bits);
+  return low != 0 ? lowest(low) : 32 + lowest(static_cast<uint32_t>(bits >> 32));
+}
+
 // Hands out shared memory; with a null base it only counts.
 struct Carver {
   uint8_t* base;
   size_t used;
 
   template <typename T>
-  ISER_HD T* take(size_t count) {
+  T* take(size_t count) {
     T* here = reinterpret_cast<T*>(base + used);
     used = align_up(used + sizeof(T) * count, 16);
     return here;
@@ -107,10 +143,11 @@ ISER_HD inline int32_t max_pairs(int32_t num_ranks) {
   return num_rings(num_ranks) * ((num_ranks + 1) / 2);
 }
 
-ISER_HD inline void carve_plan(const PlanConfig& config, Carver& carver, PlanArrays& arrays) {
+inline void carve_plan(const PlanConfig& config, Carver& carver, PlanArrays& arrays) {
   const size_t ranks = config.slots.num_ranks, slots = config.slots.num_helper_slots;
   const size_t rows = ranks * slots;
   const size_t pair_words = static_cast<size_t>(max_pairs(ranks)) * lanes_per_pair(slots);
+  arrays.sizes = PlanSizes::of(config);
   arrays.hash = carver.take<uint64_t>(1);
   arrays.scalars = carver.take<int32_t>(kNumScalars);
   arrays.totals = carver.take<int32_t>(config.slots.num_experts);
@@ -125,7 +162,8 @@ ISER_HD inline void carve_plan(const PlanConfig& config, Carver& carver, PlanArr
   arrays.expert = carver.take<int32_t>(rows);
   arrays.node = carver.take<int32_t>(rows);
   arrays.helper = carver.take<int32_t>(rows);
-  arrays.lack = carver.take<int32_t>(2 * rows + 1);
+  const size_t dense = ranks <= 32 ? 32 * (rows < kWarpRows ? rows : kWarpRows) : 0;
+  arrays.lack = carver.take<int32_t>(2 * rows >= dense ? 2 * rows + 1 : dense);
   arrays.node_count = carver.take<int32_t>(kMaxNodes + 1);
   arrays.node_foreign = carver.take<int32_t>(kMaxNodes + 1);
   arrays.widest = carver.take<int32_t>(ranks);

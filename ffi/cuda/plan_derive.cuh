@@ -4,6 +4,7 @@
 #include "ffi/cuda/plan_arrays.cuh"
 #include "ffi/cuda/plan_place.cuh"
 #include "ffi/cuda/plan_repair.cuh"
+#include "ffi/cuda/plan_warp.cuh"
 
 namespace iser::cuda {
 
@@ -14,6 +15,7 @@ __device__ inline int32_t helper_index(const Nodes& nodes, const PlanArrays& arr
   const int32_t node = arrays.node[b], level = nodes.level(node);
   const int32_t group = node - nodes.first(level);
   int32_t helper = arrays.helper[b];
+#pragma unroll 1
   for (int32_t l = 0; l < level; ++l) {
     helper += arrays.node_count[nodes.first(l) + (group >> (level - l))];
   }
@@ -45,8 +47,7 @@ __device__ inline CopyWay copy_way(const PlanConfig& config, const PlanArrays& a
   if (held) return CopyWay::kResident;
   if (config.copy_rule == CopyRule::kOwnerDirect) return CopyWay::kOwnerDirect;
   if (config.copy_rule == CopyRule::kSami || !hosts.contains(hosts.owner)) return CopyWay::kSami;
-  const Nodes nodes{config.slots.num_ranks,
-                    num_group_levels(config.slots.num_ranks, config.min_group_size)};
+  const Nodes nodes{config.slots.num_ranks, arrays.sizes.num_levels};
   const int32_t level = nodes.level(arrays.node[b]);
   const bool is_widest = arrays.widest[hosts.owner] == (level << 16 | b);
   return is_widest || is_pure(nodes, arrays, arrays.node[b]) ? CopyWay::kOwnerDirect
@@ -70,7 +71,40 @@ __device__ inline int32_t quota_of(const PlanConfig& config, const PlanArrays& a
   const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
   if (!hosts.is_host(rank)) return 0;
   return arrays.counts[rank * config.slots.num_experts + arrays.expert[b]] -
-         arrays.lack[hosts.entry(rank)];
+         lack_of(arrays, b, hosts, rank, arrays.scalars[kIsDense]);
+}
+
+// Helper indices, by threads first..blockDim.
+__device__ inline void find_helpers(const PlanConfig& config, const PlanArrays& arrays,
+                                    int32_t first) {
+  const Nodes nodes{config.slots.num_ranks, arrays.sizes.num_levels};
+#pragma unroll 1
+  for (int32_t b = threadIdx.x - first; b < arrays.scalars[kCount]; b += blockDim.x - first) {
+    arrays.helper[b] = helper_index(nodes, arrays, b);
+  }
+}
+
+// What is left after place(), for any number of ranks and broadcasts: helper indices and stage 4.
+__device__ inline void repair_by_levels(const PlanConfig& config, const PlanArrays& arrays) {
+  const int32_t warp = warp_index();
+  if (arrays.scalars[kCount] > 0) {
+    index_hosts(config, arrays);
+    __syncthreads();
+    find_pairs(config, arrays);
+    clear_schedule(config, arrays);
+    __syncthreads();
+    if (warp == 0) {
+      level_pairs(config, arrays);
+    } else {
+      find_helpers(config, arrays, 32);
+    }
+    __syncthreads();
+    schedule_pairs(config, arrays);
+    __syncthreads();
+    prepare_pairs(config, arrays);
+    __syncthreads();
+    if (warp < num_repair_warps(config)) repair(config, arrays);
+  }
 }
 
 // Stages 2 to 4. `beside_place` runs on the threads that do not place, and gets the first of them.
@@ -85,36 +119,29 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
   choose_candidates(config, arrays);
   __syncthreads();
   stamps.mark(PlanStamp::kSummed);
-  if (warp == 0) {
-    place(config, arrays);
-  } else {
-    clear_schedule(config, arrays, 32);
+  RankMasks<uint64_t> masks{};
+  const bool fits_warp = config.slots.num_ranks <= 32;
+  if (warp != 0) {
     beside_place(32);
+  } else if (fits_warp) {
+    place_on_warp(config, arrays, masks);
+  } else {
+    place(config, arrays);
   }
   __syncthreads();
-  stamps.mark(PlanStamp::kPlaced);
-  if (arrays.scalars[kCount] > 0) {
-    index_hosts(config, arrays);
-    __syncthreads();
-    find_pairs(config, arrays);
-    __syncthreads();
-    if (warp == 0) {
-      level_pairs(config, arrays);
-    } else {
-      const Nodes nodes{config.slots.num_ranks,
-                        num_group_levels(config.slots.num_ranks, config.min_group_size)};
-      for (int32_t b = threadIdx.x - 32; b < arrays.scalars[kCount]; b += blockDim.x - 32) {
-        arrays.helper[b] = helper_index(nodes, arrays, b);
-      }
-    }
-    __syncthreads();
-    schedule_pairs(config, arrays);
-    __syncthreads();
-    prepare_pairs(config, arrays);
-    __syncthreads();
-    if (warp < num_repair_warps(config)) repair(config, arrays);
+  if (fits_warp && !arrays.scalars[kIsDense]) {
+    if (warp == 0) place(config, arrays);
     __syncthreads();
   }
+  stamps.mark(PlanStamp::kPlaced);
+  if (!arrays.scalars[kIsDense]) {
+    repair_by_levels(config, arrays);
+  } else if (warp == 0) {
+    repair_on_warp(config, arrays, masks);
+  } else {
+    find_helpers(config, arrays, 32);
+  }
+  __syncthreads();
   stamps.mark(PlanStamp::kRepaired);
 }
 

@@ -27,6 +27,7 @@ __device__ inline void sum_counts(const PlanConfig& config, const int32_t* count
     }
     arrays.totals[e] = total;
   }
+  if (threadIdx.x == 0) arrays.scalars[kIsDense] = 0;
 }
 
 __device__ inline void sum_counts(const PlanConfig& config, const int32_t* counts,
@@ -37,7 +38,7 @@ __device__ inline void sum_counts(const PlanConfig& config, const int32_t* count
 
 // The rank's load and its heaviest home experts in order: one warp a rank.
 __device__ inline void choose_candidates(const PlanConfig& config, const PlanArrays& arrays) {
-  const int32_t ranks = config.slots.num_ranks, home = config.slots.num_home();
+  const int32_t ranks = config.slots.num_ranks, home = arrays.sizes.num_home;
   const int32_t lane = threadIdx.x % 32, limit = config.slots.num_helper_slots;
   for (int32_t r = warp_index(); r < ranks; r += blockDim.x / 32) {
     const int32_t* totals = arrays.totals + r * home;
@@ -114,7 +115,7 @@ template <int R, int N>
 __device__ void place(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t lane = threadIdx.x % 32, ranks = config.slots.num_ranks;
   const int32_t limit = config.slots.num_helper_slots;
-  const int32_t exports = min(limit, config.slots.num_home());
+  const int32_t exports = min(limit, arrays.sizes.num_home);
   const Nodes nodes{ranks, num_group_levels(ranks, config.min_group_size)};
 
   int32_t load[R], room[R], num_free[R], next[R], expert[R], total[R];
@@ -311,12 +312,9 @@ __device__ __noinline__ void place_apart(PlanConfig config, PlanArrays arrays) {
 
 __device__ inline void place(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t ranks = config.slots.num_ranks;
-  const int32_t groups = (1 << num_group_levels(ranks, config.min_group_size)) - 1;
-  if (ranks <= 32 && groups <= 32) {
-    place<1, 1>(config, arrays);
-  } else if (ranks <= 32) {
+  if (ranks <= 32) {
     place_apart<1, 2>(config, arrays);
-  } else if (ranks <= 96 && groups <= 32) {
+  } else if (ranks <= 96 && arrays.sizes.num_levels <= 5) {
     place_apart<3, 1>(config, arrays);
   } else {
     place_apart<4, 8>(config, arrays);

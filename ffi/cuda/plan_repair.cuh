@@ -130,11 +130,10 @@ __device__ inline void schedule_pairs(const PlanConfig& config, const PlanArrays
   }
 }
 
-// Before schedule_pairs: nothing is scheduled. Threads first..blockDim.
-__device__ inline void clear_schedule(const PlanConfig& config, const PlanArrays& arrays,
-                                      int32_t first) {
+// Before schedule_pairs: nothing is scheduled.
+__device__ inline void clear_schedule(const PlanConfig& config, const PlanArrays& arrays) {
   const int32_t ranks = config.slots.num_ranks;
-  for (int32_t i = threadIdx.x - first; i < num_rings(ranks) * ranks; i += blockDim.x - first) {
+  for (int32_t i = threadIdx.x; i < num_rings(ranks) * ranks; i += blockDim.x) {
     arrays.schedule[i] = kNoPair;
   }
 }

@@ -158,8 +158,8 @@ struct RewriteArrays {
   int32_t* slot;        // [entries]
 };
 
-ISER_HD inline void carve_rewrite(const PlanConfig& config, int32_t num_warps, Carver& carver,
-                                  RewriteArrays& arrays) {
+inline void carve_rewrite(const PlanConfig& config, int32_t num_warps, Carver& carver,
+                          RewriteArrays& arrays) {
   const size_t rows = config.max_broadcasts();
   arrays.home = carver.take<HomeEntry>(config.slots.num_experts);
   arrays.share = carver.take<SourceShare>(rows);
@@ -172,7 +172,7 @@ ISER_HD inline void carve_rewrite(const PlanConfig& config, int32_t num_warps, C
 // Everything at home: what threads first..blockDim write while others place.
 __device__ inline void start_rewrite(const PlanConfig& config, const PlanArrays& plan,
                                      const RewriteArrays& rewrite, int32_t source, int32_t first) {
-  const int32_t home = config.slots.num_home(), stride = home + config.slots.num_helper_slots;
+  const int32_t home = plan.sizes.num_home, stride = home + config.slots.num_helper_slots;
   const int32_t num_slots = config.slots.num_ranks * stride;
   for (int32_t s = threadIdx.x - first; s < num_slots; s += blockDim.x - first) {
     const int32_t rank = s / stride, local = s - rank * stride, e = rank * home + local;
@@ -186,14 +186,15 @@ __device__ inline void start_rewrite(const PlanConfig& config, const PlanArrays&
 __device__ inline void share_out(const PlanConfig& config, const PlanArrays& plan,
                                  const RewriteArrays& rewrite, int32_t source) {
   const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
-  const int32_t home = experts / ranks, stride = home + config.slots.num_helper_slots;
+  const int32_t home = plan.sizes.num_home, stride = home + config.slots.num_helper_slots;
   const int32_t lane = threadIdx.x % 32;
+  const bool is_dense = plan.scalars[kIsDense];
   for (int32_t b = warp_index(); b < plan.scalars[kCount]; b += blockDim.x / 32) {
     const Hosts hosts(Row{plan.rows[b]}, ranks);
     const int32_t expert = plan.expert[b], helper = plan.helper[b];
     const int32_t home_slot = rewrite.home[expert].slot();
     const auto surplus_of = [&](int32_t r) {
-      return hosts.is_host(r) ? haloq::positive(plan.lack[hosts.entry(r)])
+      return hosts.is_host(r) ? haloq::positive(lack_of(plan, b, hosts, r, is_dense))
                               : plan.counts[r * experts + expert];
     };
     int32_t before = 0;
@@ -204,7 +205,9 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
     for (int32_t first = 0; first < hosts.count(); first += 32) {
       const int32_t i = first + lane;
       const bool is_host = i < hosts.count();
-      const int32_t spare = is_host ? haloq::positive(-plan.lack[hosts.start + i]) : 0;
+      const int32_t host = is_host ? hosts.rank_at(i) : 0;
+      const int32_t at = is_dense ? 32 * b + host : hosts.start + i;
+      const int32_t spare = is_host ? haloq::positive(-plan.lack[at]) : 0;
       int32_t close = spare;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -214,7 +217,7 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
       close += carry;
       carry = __shfl_sync(kFullWarp, close, 31);
       if (!is_host) continue;
-      const int32_t host = hosts.rank_at(i), open = close - spare;
+      const int32_t open = close - spare;
       const int32_t taken = haloq::positive(min(close, before + own) - max(open, before));
       const int32_t slot = host == hosts.owner ? home_slot : host * stride + home + helper;
       rewrite.open[hosts.start + i] = open;
