@@ -9,6 +9,11 @@ import platform
 import shutil
 import subprocess
 
+_CAPABILITY = "9.0"  # what scripts build the kernels for: wgmma is there alone
+_ENGINES = (
+    "tensor cores (wgmma, TMA) for bf16 with hidden and intermediate sizes in whole 64s, and for "
+    "FP8 weights with sizes in whole 128s; CUDA cores, which are slow, for f32 and other sizes"
+)
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "safetensors")
 
 
@@ -75,7 +80,29 @@ def cuda() -> dict:
         "extension": importlib.util.find_spec("jax_iser._iser_cuda") is not None,
         "jax_sees_gpu": _has_gpu(),
         "memory": _gpu_memory(),
+        "engines": attempt(_engines),
     }
+
+
+def _engines() -> list[str]:
+    """Which engine `fused_moe` takes on each GPU that jax sees, and why."""
+    import jax
+
+    if not _has_gpu():
+        return []
+    from jax_iser._ffi import _iser_cuda
+
+    lines = []
+    for device in jax.devices("gpu"):
+        capability = getattr(device, "compute_capability", "unknown")
+        if _iser_cuda is None:
+            engine = "none: this build has no CUDA kernels"
+        elif capability != _CAPABILITY:
+            engine = f"none: the kernels are for compute capability {_CAPABILITY} alone"
+        else:
+            engine = _ENGINES
+        lines.append(f"gpu {device.id}, {device.device_kind}, {capability}: {engine}")
+    return lines
 
 
 def _gpu_memory() -> str:
@@ -109,8 +136,8 @@ def _lines(command: list[str]) -> list[str]:
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
-def try_cuda(found: dict) -> tuple[dict, dict]:
-    """Fused method and unicast fabric on the GPU."""
+def try_cuda(found: dict) -> tuple[dict, dict, dict]:
+    """Fused method on the GPU's CUDA cores and on its tensor cores, and the unicast fabric."""
     why = []
     if not found["extension"]:
         why.append("no CUDA extension: build with ISER_CUDA=1 (docs/building.md)")
@@ -118,11 +145,12 @@ def try_cuda(found: dict) -> tuple[dict, dict]:
         why.append("jax sees no GPU")
     if why:
         no = {"works": False, "why": "; ".join(why)}
-        return no, dict(no)
-    fused, unicast = try_fused("gpu")
-    if fused["works"]:
-        fused["why"] += "; bf16 of sizes in whole 64s runs on wgmma, all else on CUDA cores (slow)"
-    return fused, unicast
+        return no, dict(no), dict(no)
+    plain, unicast = try_fused("gpu")
+    tensor, _ = try_fused("gpu", dtype="bfloat16", size=64)
+    for engine, layer in ((plain, "f32, sizes of 16"), (tensor, "bf16, sizes of 64")):
+        engine["why"] = f"{layer}: {engine['why']}"
+    return plain, tensor, unicast
 
 
 def multicast() -> dict:
@@ -157,12 +185,17 @@ def run_reference() -> str:
     return f"a small layer ran on {jax.default_backend()}"
 
 
-def try_fused(backend: str) -> tuple[dict, dict]:
-    """Verdicts on the fused method and on the unicast fabric, from the same two calls."""
+def try_fused(backend: str, **layer) -> tuple[dict, dict]:
+    """Verdicts on the fused method and on the unicast fabric, from the same two calls.
+
+    Args:
+      backend: jax's.
+      **layer: dtype and size of the layer that runs.
+    """
     seen = {}
 
     def run():
-        seen.update(_run_skewed_layer(backend))
+        seen.update(_run_skewed_layer(backend, **layer))
         if not seen["complete"]:
             raise RuntimeError("the layer failed: its output is NaN")
         if not seen["equal"]:
@@ -177,7 +210,7 @@ def try_fused(backend: str) -> tuple[dict, dict]:
     return verdict(run), verdict(copies)
 
 
-def _run_skewed_layer(backend: str) -> dict:
+def _run_skewed_layer(backend: str, dtype: str = "float32", size: int = 16) -> dict:
     """A layer whose routes all go to rank 0, with and without balancing."""
     import jax
     import numpy as np
@@ -191,13 +224,13 @@ def _run_skewed_layer(backend: str) -> dict:
         axis_types=(jax.sharding.AxisType.Auto,),
         devices=jax.devices(backend)[:1],
     )
-    tokens, size, experts = 64, 16, 8
+    tokens, experts = 64, 8
     draw = np.random.default_rng(0).standard_normal
-    x = draw((tokens, size), np.float32)
-    weights = ExpertWeights(*draw((3, experts, size, size), np.float32))
+    x = draw((tokens, size), np.float32).astype(jax.numpy.dtype(dtype))
+    weights = ExpertWeights(*draw((3, experts, size, size), np.float32).astype(x.dtype))
     ids = np.tile(np.arange(2, dtype=np.int32), (tokens, 1))
     shares = np.full((tokens, 2), 0.5, np.float32)
-    sizes = {"num_experts": experts, "hidden_size": size, "intermediate_size": size}
+    sizes = {"num_experts": experts, "hidden_size": size, "intermediate_size": size, "dtype": dtype}
     with Domain(
         mesh, "ep", ranks_per_device=4, top_k=2, max_tokens_per_rank=tokens // 4, **sizes
     ) as domain:

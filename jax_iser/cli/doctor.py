@@ -37,7 +37,7 @@ def examine() -> dict:
     """
     cuda = _probes.cuda()
     fused, unicast = _probes.try_fused("cpu")
-    fused_cuda, unicast_cuda = _probes.try_cuda(cuda)
+    plain_cuda, tensor_cuda, unicast_cuda = _probes.try_cuda(cuda)
     reference = _probes.verdict(_probes.run_reference)
     return {
         "ok": reference["works"] and fused["works"] and unicast["works"],
@@ -48,7 +48,8 @@ def examine() -> dict:
         "methods": {
             "reference": reference,
             "fused on cpu": fused,
-            "fused on cuda": fused_cuda,
+            "fused on cuda": plain_cuda,
+            "fused on tensor cores": tensor_cuda,
         },
         "fabrics": {
             "unicast on cpu": unicast,
