@@ -105,11 +105,12 @@ def environment() -> dict:
     }
 
 
-def write(args, figures: dict) -> None:
+def write(args, figures: dict, *, row_a_line: bool = False) -> None:
     """Writes the figures where `--json` says, with the environment they were taken in."""
     if not args.json:
         return
-    text = json.dumps({**environment(), **figures}, indent=2) + "\n"
+    document = {**environment(), **figures}
+    text = to_text(document) if row_a_line else json.dumps(document, indent=2) + "\n"
     if args.json == "-":
         sys.stdout.write(text)
     else:

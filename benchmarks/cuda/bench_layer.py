@@ -262,9 +262,8 @@ def main():
                 for row in rows_of(time_cases(args, mesh, operands, domain), plan):
                     say_row(figures, setting | row)
     kinds = [device.device_kind for device in devices]
-    _report.write(
-        args, {"devices": kinds, "sizes": vars(args) | {"ranks": num_ranks}, "rows": figures}
-    )
+    document = {"devices": kinds, "sizes": vars(args) | {"ranks": num_ranks}, "rows": figures}
+    _report.write(args, document, row_a_line=True)
 
 
 if __name__ == "__main__":
