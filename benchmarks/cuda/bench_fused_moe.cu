@@ -1,19 +1,23 @@
 // The fused MoE layer against dense products of the same run. Prints a JSON object a line. Every
 // case is checked against the oracle on its first tokens before it is timed.
 //
-//   bench_fused_moe [--gpus N] [--model WORD] [dense] [share] [ranks] [pair]     (all by default)
+//   bench_fused_moe [--gpus N] [--model WORD] [--popularity FILE] [dense] [share] [fp8] [ranks]
+//   [pair]     (all by default)
 //
-// --model: only models with the word in their name.//
-// dense: cuBLAS bf16. share: one rank's share of a model, no peers. ranks: EP8 as 8 ranks of one
-// GPU, each with an eighth of its SMs. pair: EP2 on two GPUs. Arms: "off" without replicas,
-// "installed" with replicas and routes made before the clock starts, "included" with plan, copy and
-// READY inside it, "balanced" routing without replicas. `ms` are medians of 20 of the slowest
-// device; `tflops` counts 6 D I of every routed row of a GPU; `of_dense` is against the best dense
-// product.
+// --model: only models with the word in their name. --popularity FILE: how often each expert was
+// chosen, numbers in a text, for the skewed cases of that model.//
+// dense: cuBLAS bf16. share: one rank's share of a model, no peers; fp8: the same in FP8. ranks:
+// EP8 as 8 ranks of one GPU, each with an eighth of its SMs. pair: EP2 on two GPUs. Arms: "off"
+// without replicas, "installed" with replicas and routes made before the clock starts, "included"
+// with plan, copy and READY inside it, "balanced" routing without replicas. `ms` are medians of 20
+// of the slowest device; `tflops` counts 6 D I of every routed row of a GPU; `of_dense` is against
+// the best dense product.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <numeric>
 #include <random>
 #include <string>
 
@@ -29,6 +33,7 @@ constexpr int kRepeats = 20, kWarmUps = 3, kCheckedTokens = 16;
 int num_gpus = 1;
 double best_dense = 0;  // TFLOP/s
 std::string only_model;
+std::vector<double> popularity;  // of experts, recorded; instead of power laws
 
 struct Model {
   const char* name;
@@ -45,12 +50,18 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Every expert as often as every other, or by a power law of the expert's place.
+// Every expert as often as every other, or by a power law of its place in an order that is shuffled
+// unless `is_sorted`: then the hottest are all rank 0's.
 std::vector<std::vector<int32_t>> draw(const SlotSpace& slots, int32_t tokens, int32_t top_k,
-                                       double exponent, uint32_t seed) {
+                                       double exponent, uint32_t seed, bool is_sorted = false) {
   std::mt19937 rng(seed);
   std::vector<double> weight(slots.num_experts);
   for (int32_t e = 0; e < slots.num_experts; ++e) weight[e] = std::pow(e + 1.0, -exponent);
+  if (!popularity.empty() && exponent > 0) {
+    for (int32_t e = 0; e < slots.num_experts; ++e) weight[e] = popularity[e % popularity.size()];
+  } else if (!is_sorted) {
+    std::shuffle(weight.begin(), weight.end(), rng);
+  }
   std::discrete_distribution<int32_t> any(weight.begin(), weight.end());
   std::vector<std::vector<int32_t>> ids(slots.num_ranks);
   int32_t next = 0;
@@ -94,6 +105,7 @@ void check(const MoeProblem& p, MoeWorld& world, const MoeRun& run) {
 struct Timing {
   double ms;
   std::vector<uint64_t> stamps;  // of device 0, of the last call
+  double imbalance_after;        // of its plan
 };
 
 Timing time_calls(MoeWorld& world, const MoeRun& run) {
@@ -138,7 +150,11 @@ Timing time_calls(MoeWorld& world, const MoeRun& run) {
     CHECK_CUDA(cudaEventDestroy(begins[d]));
     CHECK_CUDA(cudaEventDestroy(ends[d]));
   }
-  return {median(times), world.devices[0]->stamps.get()};
+  const std::vector<int32_t> loads = world.devices[0]->out_loads.get();
+  const auto after = loads.begin() + loads.size() / 2;
+  const double total = std::accumulate(after, loads.end(), 0.0);
+  return {median(times), world.devices[0]->stamps.get(),
+          *std::max_element(after, loads.end()) * (loads.size() / 2) / std::max(total, 1.0)};
 }
 
 double to_us(const Timing& t, MoeStamp from, MoeStamp to) {
@@ -161,12 +177,13 @@ void print(const char* bench, const char* model, const char* arm, const MoeProbl
   };
   std::printf(
       "{\"bench\": \"%s\", \"model\": \"%s\", \"arm\": \"%s\", \"ranks\": %d, \"devices\": %d, "
-      "\"tokens\": %d, \"rows\": %zu, \"imbalance\": %.3f, \"ms\": %.3f, \"tflops\": %.1f, "
+      "\"tokens\": %d, \"rows\": %zu, \"imbalance\": %.3f, \"imbalance_after\": %.3f, "
+      "\"ms\": %.3f, \"tflops\": %.1f, "
       "\"of_dense\": %.3f, \"dispatch_us\": %.1f, \"schedule_us\": %.1f, \"tiles_us\": %.1f, "
       "\"gate_us\": %.1f, \"combine_us\": %.1f, \"gemm1\": %.3f, \"gemm2\": %.3f, "
       "\"idle\": %.3f, \"wait_rows\": %.4f, \"wait_h\": %.4f, \"wait_ready\": %.4f}\n",
-      bench, model, arm, p.slots.num_ranks, num_devices, p.num_tokens, rows, imbalance(p), t.ms,
-      tflops, best_dense > 0 ? tflops / best_dense : 0.0,
+      bench, model, arm, p.slots.num_ranks, num_devices, p.num_tokens, rows, imbalance(p),
+      t.imbalance_after, t.ms, tflops, best_dense > 0 ? tflops / best_dense : 0.0,
       to_us(t, MoeStamp::kBeginNs, MoeStamp::kDispatchNs),
       to_us(t, MoeStamp::kDispatchNs, MoeStamp::kExpertsNs),
       to_us(t, MoeStamp::kExpertsNs, MoeStamp::kTilesEndNs),
@@ -217,9 +234,15 @@ void bench_dense() {
 }
 
 // A rank's share of EP8: its experts, and as many rows as balanced routing sends it.
-void bench_share() {
+void bench_share(WeightFormat format) {
+  const bool is_fp8 = format == WeightFormat::kFp8;
   for (const Model& model : kModels) {
     if (std::string(model.name).find(only_model) == std::string::npos) continue;
+    if (is_fp8 && (model.hidden % fp8::kBlock != 0 || model.intermediate % fp8::kBlock != 0)) {
+      std::printf("{\"skipped\": \"fp8\", \"model\": \"%s\", \"why\": \"not blocks of 128\"}\n",
+                  model.name);
+      continue;
+    }
     for (double exponent : {0.0, 0.4}) {
       for (int32_t tokens : {512, 2048, 8192}) {
         const int32_t experts = model.experts / 8;
@@ -228,19 +251,21 @@ void bench_share() {
                      model.hidden,
                      model.intermediate,
                      tokens};
+        p.weight_format = format;
         p.ids = draw(p.slots, tokens, p.top_k, exponent, 1);
         MoeWorld world(p, 1, 1);
         MoeRun run;
         run.is_balanced = false;
         check(p, world, run);
         const std::string routing = exponent == 0 ? "even" : "skewed";
-        const int32_t shapes[][2] = {{256, 0}, {256, 1}, {128, 0}};
+        const int32_t shapes[][2] = {{0, 0}, {0, 1}, {is_fp8 ? 64 : 128, 0}};
         for (const auto& [rows, cluster_size] : shapes) {
           run.options.tile_rows = rows;
           run.options.cluster_size = cluster_size;
-          const std::string arm = routing + ", tiles of " + std::to_string(rows) +
+          const std::string arm = routing + (rows > 0 ? ", tiles of " + std::to_string(rows) : "") +
                                   (cluster_size == 1 ? ", no pairs" : "");
-          print("share", model.name, arm.c_str(), p, 1, time_calls(world, run));
+          print(is_fp8 ? "share_fp8" : "share", model.name, arm.c_str(), p, 1,
+                time_calls(world, run));
         }
       }
     }
@@ -273,11 +298,22 @@ void bench_arms(const char* bench, const Model& model, MoeProblem p, int32_t num
 }
 
 void bench_ranks() {
-  const Model model = kModels[2];
-  for (double exponent : {0.2, 0.5, 0.8}) {
-    MoeProblem p{{8, model.experts, 3}, model.top_k, model.hidden, model.intermediate, 2048};
-    p.ids = draw(p.slots, p.num_tokens, p.top_k, exponent, 2);
-    bench_arms("ranks", model, p, 1);
+  for (const Model& model : kModels) {
+    if (std::string(model.name).find(only_model.empty() ? "Qwen3" : only_model) ==
+        std::string::npos) {
+      continue;
+    }
+    const auto run = [&](double exponent, bool is_sorted) {
+      MoeProblem p{{8, model.experts, 4}, model.top_k, model.hidden, model.intermediate, 2048};
+      p.ids = draw(p.slots, p.num_tokens, p.top_k, exponent, 2, is_sorted);
+      bench_arms("ranks", model, p, 1);
+    };
+    if (popularity.empty()) {
+      for (double exponent : {0.2, 0.5, 0.8}) run(exponent, false);
+      for (double exponent : {0.2, 0.5, 0.8}) run(exponent, true);
+    } else {
+      run(1, false);
+    }
   }
 }
 
@@ -304,6 +340,13 @@ int main(int argc, char** argv) {
       num_gpus = std::atoi(argv[++i]);
     } else if (arg == "--model" && i + 1 < argc) {
       only_model = argv[++i];
+    } else if (arg == "--popularity" && i + 1 < argc) {
+      std::ifstream file(argv[++i]);
+      for (double value; file >> value;) popularity.push_back(value);
+      if (popularity.empty()) {
+        std::fprintf(stderr, "%s holds no numbers\n", argv[i]);
+        return 2;
+      }
     } else {
       words += " " + arg;
     }
@@ -313,7 +356,8 @@ int main(int argc, char** argv) {
     return words.empty() || words.find(word) != std::string::npos;
   };
   if (has("dense")) bench_dense();
-  if (has("share")) bench_share();
+  if (has("share")) bench_share(WeightFormat::kElements);
+  if (has("fp8")) bench_share(WeightFormat::kFp8);
   if (has("ranks")) bench_ranks();
   if (has("pair")) bench_pair();
   return 0;

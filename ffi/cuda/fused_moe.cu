@@ -9,12 +9,19 @@ namespace iser::cuda {
 namespace {
 
 constexpr int32_t kWordBytes = 16;
-constexpr int32_t kFullTile = kTensorRows;
 constexpr int32_t kMaxSms = 1024;
 
+int32_t step_columns(const DomainShape& shape) {
+  return shape.is_fp8() ? Fp8Tiles::kStepColumns : Bf16Tiles::kStepColumns;
+}
+
+int32_t full_tile(const DomainShape& shape) {
+  return shape.is_fp8() ? Fp8Tiles::kRows : Bf16Tiles::kRows;
+}
+
 bool fits_tensor(const DomainShape& shape, DType dtype) {
-  return dtype == DType::kBF16 && shape.hidden % kStepColumns == 0 &&
-         shape.intermediate % kStepColumns == 0;
+  return dtype == DType::kBF16 && shape.hidden % step_columns(shape) == 0 &&
+         shape.intermediate % step_columns(shape) == 0;
 }
 
 int32_t device_sms() {
@@ -45,7 +52,7 @@ int32_t tensor_rows(const DomainShape& shape, int32_t num_tokens, const FusedOpt
   if (options.tile_rows != 0) return options.tile_rows;
   const int64_t mean = static_cast<int64_t>(shape.slots.num_ranks) * num_tokens * shape.top_k /
                        shape.slots.num_experts;
-  return mean <= 64 ? 64 : mean <= 128 ? 128 : kFullTile;
+  return mean <= 64 ? 64 : mean <= 128 ? 128 : full_tile(shape);
 }
 
 MoeSizes moe_sizes(const DomainShape& shape, int32_t ranks_per_device, int32_t num_tokens,
@@ -59,12 +66,15 @@ MoeSizes moe_sizes(const DomainShape& shape, int32_t ranks_per_device, int32_t n
                  num_tokens,
                  0,
                  {},
-                 1};
+                 1,
+                 shape.weight_format};
   const int64_t most = sizes.max_rows();
   sizes.wave_rows = static_cast<int32_t>(most < max_routes_per_rank ? most : max_routes_per_rank);
   sizes.wave_rows = at_least(sizes.wave_rows, 1);
   if (fused_engine(shape, dtype, options) == MoeEngine::kTensor) {
-    sizes.tile = {tensor_rows(shape, num_tokens, options), kInnerColumns, kMmaColumns};
+    const int32_t rows = tensor_rows(shape, num_tokens, options);
+    sizes.tile = shape.is_fp8() ? TileShape{rows, Fp8Tiles::kInner, Fp8Tiles::kHidden}
+                                : TileShape{rows, Bf16Tiles::kInner, Bf16Tiles::kHidden};
   } else {
     sizes.tile = {kPlainTile, kPlainTile, kPlainTile};
   }
@@ -111,27 +121,52 @@ bool make_maps(const MoeCall& call, MoeMaps* maps) {
   const uint64_t layers = at_least(launch.num_stacked, 1);
   const uint64_t experts = layers * call.sizes.ranks_per_device * slots.num_home();
   const uint64_t planes = 3ull * launch.shape.num_banks * slots.num_helper_slots;
+  const uint64_t plane_bytes = launch.shape.plane_bytes();
+  const bool is_fp8 = call.sizes.is_fp8();
+  const int32_t bytes = is_fp8 ? 1 : 2;
+  const uint32_t inner_box = is_fp8 ? Fp8Tiles::kInnerBox : Bf16Tiles::kInnerBox;
+  const uint32_t hidden_box = is_fp8 ? Fp8Tiles::kHiddenBox : Bf16Tiles::kHiddenBox;
   const MoeWorkspace workspace = call.workspace();
-  const auto make = [&](CUtensorMap& map, const MapShape& shape) {
-    return encode_map(encode, shape, &map);
+  const auto rows_of = [&](CUtensorMap& map, uint8_t* base, uint64_t columns, uint64_t stride) {
+    return encode_map(encode, {base, 0, held, columns, 0, stride, kMmaRows, bytes}, &map);
   };
-  bool ok = make(maps->rows, {workspace.rows(), 1, held, hidden, kMmaRows, true}) &&
-            make(maps->inner, {workspace.inner(), 1, held, inner, kMmaRows, true}) &&
-            make(maps->gate, {launch.weights[0], experts, inner, hidden, kInnerColumns, false}) &&
-            make(maps->up, {launch.weights[1], experts, inner, hidden, kInnerColumns, false}) &&
-            make(maps->down, {launch.weights[2], experts, hidden, inner, kMmaColumns, false});
+  const auto inner_of = [&](CUtensorMap& map, const void* base, uint64_t count) {
+    return encode_map(
+        encode, {base, count, inner, hidden, plane_bytes, hidden * bytes, inner_box, bytes}, &map);
+  };
+  const auto hidden_of = [&](CUtensorMap& map, const void* base, uint64_t count) {
+    return encode_map(
+        encode, {base, count, hidden, inner, plane_bytes, inner * bytes, hidden_box, bytes}, &map);
+  };
+  bool ok = rows_of(maps->rows, workspace.rows(), hidden, call.sizes.token_bytes()) &&
+            rows_of(maps->inner, workspace.inner(), inner, call.sizes.inner_bytes()) &&
+            inner_of(maps->gate, launch.weights[0], experts) &&
+            inner_of(maps->up, launch.weights[1], experts) &&
+            hidden_of(maps->down, launch.weights[2], experts);
+  if (is_fp8) {
+    const uint64_t scales = call.sizes.held_scales();
+    ok = ok &&
+         encode_scales(encode, workspace.row_scales(0), fp8::num_blocks(hidden), scales,
+                       Fp8Tiles::kScaleBox, &maps->row_scales) &&
+         encode_scales(encode, workspace.inner_scales(0), fp8::num_blocks(inner), scales,
+                       Fp8Tiles::kScaleBox, &maps->inner_scales);
+  }
   // Any address will do: the device puts in the bank's.
   maps->bank[kBankInner] = maps->gate;
   maps->bank[kBankHidden] = maps->down;
   if (planes == 0) return ok;
-  return ok &&
-         make(maps->bank[kBankInner],
-              {launch.workspace, planes, inner, hidden, kInnerColumns, false}) &&
-         make(maps->bank[kBankHidden],
-              {launch.workspace, planes, hidden, inner, kMmaColumns, false});
+  return ok && inner_of(maps->bank[kBankInner], launch.workspace, planes) &&
+         hidden_of(maps->bank[kBankHidden], launch.workspace, planes);
 }
 
-cudaError_t launch_pairs(const MoeCall& call, const MoeMaps& maps, dim3 grid, cudaStream_t stream) {
+template <class Tiles>
+cudaError_t launch_tensor(const MoeCall& call, const MoeMaps& maps, dim3 grid,
+                          cudaStream_t stream) {
+  constexpr size_t kSharedBytes = kTensorSharedBytes<Tiles>;
+  if (call.sizes.cluster_size == 1) {
+    tensor_kernel<Tiles, 1><<<grid, kTensorThreads, kSharedBytes, stream>>>(call, maps);
+    return cudaGetLastError();
+  }
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
@@ -139,20 +174,21 @@ cudaError_t launch_pairs(const MoeCall& call, const MoeMaps& maps, dim3 grid, cu
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(kTensorThreads);
-  config.dynamicSmemBytes = kTensorSharedBytes;
+  config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, tensor_kernel<2>, call, maps);
+  return cudaLaunchKernelEx(&config, tensor_kernel<Tiles, 2>, call, maps);
 }
 
 cudaError_t launch_experts(const MoeCall& call, const MoeMaps& maps, cudaStream_t stream) {
   const dim3 grid(call.sizes.ranks_per_device, call.max_ctas_per_rank);
   if (fused_engine(call.launch.shape, call.launch.dtype, call.launch.options) ==
       MoeEngine::kTensor) {
-    if (call.sizes.cluster_size == 2) return launch_pairs(call, maps, grid, stream);
-    tensor_kernel<1><<<grid, kTensorThreads, kTensorSharedBytes, stream>>>(call, maps);
-  } else if (call.launch.dtype == DType::kBF16) {
+    return call.sizes.is_fp8() ? launch_tensor<Fp8Tiles>(call, maps, grid, stream)
+                               : launch_tensor<Bf16Tiles>(call, maps, grid, stream);
+  }
+  if (call.launch.dtype == DType::kBF16) {
     plain_kernel<__nv_bfloat16><<<grid, kPlainThreads, 0, stream>>>(call);
   } else {
     plain_kernel<float><<<grid, kPlainThreads, 0, stream>>>(call);
@@ -179,6 +215,10 @@ MoeEngine fused_engine(const DomainShape& shape, DType dtype, const FusedOptions
 const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DType dtype,
                         const FusedOptions& options) {
   const int32_t bytes = dtype == DType::kBF16 ? 2 : 4;
+  if (shape.is_fp8() && (options.engine == MoeEngine::kPlain || !fits_tensor(shape, dtype))) {
+    return "FP8 weights take engine=tensor, bf16 and hidden and intermediate that are multiples "
+           "of 128: pad them, or take weights of x's dtype";
+  }
   if (shape.element_bytes != bytes) return "the Domain's elements are not of this dtype";
   if (shape.hidden < 1 || shape.intermediate < 1 || shape.top_k < 1) {
     return "hidden, intermediate and top_k must be at least 1";
@@ -193,8 +233,8 @@ const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DTyp
            "engine=plain or pad them";
   }
   if (options.tile_rows != 0 && options.tile_rows != 64 && options.tile_rows != 128 &&
-      options.tile_rows != kFullTile) {
-    return "tile_rows must be 0 (chosen), 64, 128 or 256";
+      options.tile_rows != full_tile(shape)) {
+    return "tile_rows must be 0 (chosen), 64, 128 or, but for FP8, 256";
   }
   if (options.cluster_size < 0 || options.cluster_size > 2) {
     return "cluster_size must be 0 (chosen), 1 or 2";
@@ -224,8 +264,10 @@ cudaError_t prepare_fused() {
   const cudaError_t errors[] = {
       load_kernel(begin_kernel, 0),
       load_kernel(schedule_kernel, kMaxSharedSegments),
-      load_kernel(tensor_kernel<1>, kTensorSharedBytes),
-      load_kernel(tensor_kernel<2>, kTensorSharedBytes),
+      load_kernel(tensor_kernel<Bf16Tiles, 1>, kTensorSharedBytes<Bf16Tiles>),
+      load_kernel(tensor_kernel<Bf16Tiles, 2>, kTensorSharedBytes<Bf16Tiles>),
+      load_kernel(tensor_kernel<Fp8Tiles, 1>, kTensorSharedBytes<Fp8Tiles>),
+      load_kernel(tensor_kernel<Fp8Tiles, 2>, kTensorSharedBytes<Fp8Tiles>),
       load_kernel(plain_kernel<float>, 0),
       load_kernel(plain_kernel<__nv_bfloat16>, 0),
       load_kernel(gate_kernel, 0),

@@ -15,7 +15,7 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1 };
 
 enum class MoeEngine : int32_t {
   kAuto = 0,    // kTensor where it takes the sizes
-  kTensor = 1,  // wgmma and TMA: bf16, D and I multiples of 64
+  kTensor = 1,  // wgmma and TMA: bf16, D and I multiples of 64; FP8 weights, of 128
   kPlain = 2,   // CUDA cores: slow; any dtype, rows of whole 16-byte words
 };
 
@@ -40,7 +40,7 @@ struct FusedOptions {
   MoeEngine engine = MoeEngine::kAuto;
   int32_t num_sms = 0;       // CTAs of the expert kernel; 0: the device's SMs but copy_sms
   int32_t copy_sms = 8;      // SMs of the copy, which the expert kernel may use once READY has come
-  int32_t tile_rows = 0;     // rows of a tile, 64, 128 or 256; 0: by the mean rows of an expert
+  int32_t tile_rows = 0;     // of a tile, 64, 128 or (bf16) 256; 0: by the mean rows of an expert
   int32_t cluster_size = 0;  // CTAs that share the rows they load, 1 or 2; 0: 2 if little is lost
 };
 
@@ -55,7 +55,7 @@ struct FusedLaunch {
   DType dtype;
   const void* x;              // [V*num_tokens, hidden]
   const float* topk_weights;  // [V*num_tokens, top_k]
-  const void* weights[3];     // gate, up [V*H, I, D], down [V*H, D, I]
+  const void* weights[3];     // gate, up [V*H, I, D], down [V*H, D, I]; planes of FP8 as fp8.h says
   int32_t num_stacked;        // layers of a leading axis of the weights; 0 for none
   void* y;                    // [V*num_tokens, hidden]
   PlanOutputs plan;

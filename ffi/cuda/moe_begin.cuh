@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ffi/cuda/moe_context.cuh"
+#include "ffi/cuda/moe_elements.cuh"
 #include "ffi/cuda/moe_maps.cuh"
 #include "ffi/cuda/moe_mma.cuh"
 
@@ -30,6 +31,47 @@ __device__ inline bool fits_plan(const MoeCall& call, const DeviceTable& table) 
   return true;
 }
 
+__device__ inline void copy_tokens(const MoeCall& call, const uint4* from, uint4* to) {
+  const size_t words = call.row_bytes() * call.sizes.num_tokens / sizeof(uint4);
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
+       i += step) {
+    to[i] = from[i];
+  }
+}
+
+// bf16 to values and scales of 128 columns. One warp a token, eight columns a lane.
+__device__ inline void quantize_tokens(const MoeCall& call, const uint4* from, uint8_t* to) {
+  const int32_t hidden = call.sizes.hidden, lane = threadIdx.x % 32;
+  const int32_t warps = gridDim.x * (kBeginThreads / 32);
+  for (int32_t token = blockIdx.x * (kBeginThreads / 32) + threadIdx.x / 32;
+       token < call.sizes.num_tokens; token += warps) {
+    const uint4* const words = from + static_cast<size_t>(token) * (hidden / 8);
+    uint8_t* const record = to + token * call.sizes.token_bytes();
+    float* const scales = reinterpret_cast<float*>(record + fp8::plane_values(1, hidden));
+    for (int32_t first = 0; first < hidden; first += 256) {
+      const int32_t column = first + 8 * lane;
+      const bool is_there = column < hidden;
+      float values[8], amax = 0.0f;
+      Bf16x8::read(is_there ? words[column / 8] : uint4{}, values);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(values[i]));
+#pragma unroll
+      for (int d = 1; d < 16; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, d));
+      if (!is_there) continue;
+      const fp8::Scale scale = fp8::Scale::of(amax);
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        packed[i] = pack_e4m3(values[2 * i] * scale.up, values[2 * i + 1] * scale.up);
+      }
+      *reinterpret_cast<uint2*>(record + column) =
+          uint2{packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
+      if (lane % 16 == 0) scales[column / fp8::kBlock] = scale.down;
+    }
+  }
+}
+
 // Copies the device's tokens to symmetric memory; the last CTA arrives at kDispatch for its ranks.
 __global__ void __launch_bounds__(kBeginThreads)
     begin_kernel(const __grid_constant__ MoeCall call) {
@@ -42,14 +84,14 @@ __global__ void __launch_bounds__(kBeginThreads)
   }
   const int32_t ranks = call.sizes.ranks_per_device;
   const size_t words = call.row_bytes() * call.sizes.num_tokens / sizeof(uint4);
-  const uint4* from = static_cast<const uint4*>(call.launch.x);
   for (int32_t v = 0; v < ranks; ++v) {
-    const BlockView block{table->blocks[table->first_rank + v], &call.block};
-    uint4* to = block.section<uint4>(Section::kTokens);
-    const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
-    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
-         i += step) {
-      to[i] = from[v * words + i];
+    const uint4* from = static_cast<const uint4*>(call.launch.x) + v * words;
+    uint8_t* to = BlockView{table->blocks[table->first_rank + v], &call.block}.section<uint8_t>(
+        Section::kTokens);
+    if (call.sizes.is_fp8()) {
+      quantize_tokens(call, from, to);
+    } else {
+      copy_tokens(call, from, reinterpret_cast<uint4*>(to));
     }
   }
   if (!is_last_cta(&call.workspace().words()->begun)) return;

@@ -2,12 +2,11 @@
 // their weighted sums.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
 #include "ffi/cuda/moe_begin.cuh"
 #include "ffi/cuda/moe_context.cuh"
+#include "ffi/cuda/moe_elements.cuh"
 #include "ffi/cuda/plan_outputs.cuh"
 
 namespace iser::cuda {
@@ -53,35 +52,6 @@ __global__ void __launch_bounds__(kGateThreads) gate_kernel(const __grid_constan
   call.workspace().words()->verdict = has_failed(*table) ? error_code(*table) : 0;
   stamp_ns(call, MoeStamp::kGateNs);
 }
-
-// Sixteen bytes of elements as f32.
-struct F32x4 {
-  static constexpr int kCount = 4;
-  __device__ static void read(const uint4& words, float (&values)[kCount]) {
-    values[0] = __uint_as_float(words.x), values[1] = __uint_as_float(words.y);
-    values[2] = __uint_as_float(words.z), values[3] = __uint_as_float(words.w);
-  }
-  __device__ static uint4 write(const float (&values)[kCount]) {
-    return {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
-            __float_as_uint(values[3])};
-  }
-};
-
-struct Bf16x8 {
-  static constexpr int kCount = 8;
-  __device__ static void read(const uint4& words, float (&values)[kCount]) {
-    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[2 * i] = __uint_as_float(pairs[i] << 16);
-      values[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-  }
-  __device__ static uint4 write(const float (&values)[kCount]) {
-    return {pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]),
-            pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7])};
-  }
-};
 
 // y[t], one word of it: the sum over k, in order, of weight * expert output; padding adds nothing.
 template <class Elements>

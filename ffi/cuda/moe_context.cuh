@@ -22,7 +22,7 @@ struct MoeCall {
   ISER_HD MoeWorkspace workspace() const {
     return {sizes, layout, static_cast<uint8_t*>(launch.workspace)};
   }
-  ISER_HD size_t row_bytes() const { return launch.shape.token_bytes(); }
+  ISER_HD size_t row_bytes() const { return launch.shape.row_bytes(); }  // of x, y and results
   ISER_HD bool is_helper(int32_t slot) const { return slot >= sizes.slots.num_home(); }
 };
 

@@ -16,6 +16,8 @@ constexpr int kStepColumns = kSwizzleRow / 2;    // bf16 elements of K in a pipe
 constexpr int kMmaRows = 64, kMmaColumns = 192;  // of one wgmma
 constexpr int kMmaDepth = 16;
 constexpr int kNumAcc = kMmaRows * kMmaColumns / 128;  // accumulators of a thread
+constexpr int kFp8Columns = 128, kFp8Depth = 32;       // of one wgmma of e4m3
+constexpr int kFp8Acc = kMmaRows * kFp8Columns / 128;
 
 __device__ inline void load_box_2d(void* shared, const CUtensorMap* map, int32_t x, int32_t y,
                                    uint64_t* barrier) {
@@ -128,8 +130,9 @@ __device__ inline uint64_t matrix_descriptor(const void* shared) {
          static_cast<uint64_t>(kSwizzleAtom >> 4) << 32 | kSwizzle128 << 62;
 }
 
-// What the descriptor's address grows by for the next kMmaDepth columns.
+// What the descriptor's address grows by for the next kMmaDepth or kFp8Depth columns.
 constexpr uint64_t kDescriptorStep = kMmaDepth * 2 >> 4;
+static_assert(kMmaDepth * 2 == kFp8Depth, "steps of as many bytes");
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
@@ -141,9 +144,10 @@ __device__ inline void wgmma_wait() {
 }
 
 // Accumulators are not touched before this once products that write them may be under way.
-__device__ inline void pin(float (&d)[kNumAcc]) {
+template <int kCount>
+__device__ inline void pin(float (&d)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kNumAcc; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // d += a b^T, or d = a b^T where `accumulates` is 0. Both operands have K along their rows.
@@ -181,6 +185,44 @@ __device__ inline void wgmma(float (&d)[kNumAcc], uint64_t a, uint64_t b, int32_
       : "l"(a), "l"(b), "r"(accumulates)
       : "memory");
   // clang-format on
+}
+
+// The same in e4m3: 64 x 128 x 32.
+__device__ inline void wgmma(float (&d)[kFp8Acc], uint64_t a, uint64_t b, int32_t accumulates) {
+  // clang-format off
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
+      "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+      "%62, %63}, "
+      "%64, %65, p, 1, 1;\n"
+      "}"
+      :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "l"(a), "l"(b), "r"(accumulates)
+      : "memory");
+  // clang-format on
+}
+
+// Two values as e4m3, to nearest even, beyond 448 to 448; `low` in the low byte.
+__device__ inline uint32_t pack_e4m3(float low, float high) {
+  uint16_t packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(packed) : "f"(low), "f"(high));
+  return packed;
 }
 
 // Four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8.

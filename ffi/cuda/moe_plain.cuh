@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kPlainThreads)
   if (threadIdx.x < kPlainMathThreads) {
     PlainMultiplier<T>(context, shared).run();
   } else {
-    pull_rows(context, INT32_MAX);
+    pull_rows<false>(context, INT32_MAX);
   }
   if (threadIdx.x % 32 == 0) stamp_ns(call, MoeStamp::kTilesEndNs);
 }

@@ -39,7 +39,20 @@ struct MoeSizes {
   int32_t wave_rows;   // rows that the workspace of a rank holds
   TileShape tile;
   int32_t cluster_size;  // CTAs that take an item: tiles of the same rows, a column each
+  WeightFormat weight_format = WeightFormat::kElements;
 
+  ISER_HD bool is_fp8() const { return weight_format == WeightFormat::kFp8; }
+  // Of a row of the workspace: a token as it is dispatched, and h.
+  ISER_HD size_t token_bytes() const {
+    return is_fp8() ? fp8::token_bytes(hidden) : static_cast<size_t>(hidden) * element_bytes;
+  }
+  ISER_HD size_t inner_bytes() const {
+    return static_cast<size_t>(intermediate) * (is_fp8() ? 1 : element_bytes);
+  }
+  // Rows that the workspace holds, as the scales' arrays count them.
+  ISER_HD size_t held_scales() const {
+    return align_up(static_cast<size_t>(ranks_per_device) * wave_rows, 4);
+  }
   ISER_HD int64_t max_rows() const {
     return static_cast<int64_t>(slots.num_ranks) * num_tokens * top_k;
   }
@@ -205,6 +218,7 @@ struct MoeLayout {
   size_t rank_counters;  // bytes of a rank
   size_t rank_tables;
   size_t counters, tables, maps, rows, inner, total;
+  size_t row_scales, inner_scales;  // of FP8: f32 [columns / 128, held_scales]
 
   ISER_HD explicit MoeLayout(const MoeSizes& sizes);
 };
@@ -257,8 +271,11 @@ ISER_HD inline MoeLayout::MoeLayout(const MoeSizes& sizes) : limits(sizes) {
   tables = kCounterLine + ranks * rank_counters;
   maps = tables + ranks * rank_tables;
   rows = maps + ranks * kMapsPerRank * kMapBytes;
-  inner = align_up(rows + rows_held * sizes.hidden * sizes.element_bytes, 128);
-  total = align_up(inner + rows_held * sizes.intermediate * sizes.element_bytes, 128);
+  inner = align_up(rows + rows_held * sizes.token_bytes(), 128);
+  row_scales = align_up(inner + rows_held * sizes.inner_bytes(), 128);
+  const size_t scale_bytes = sizes.is_fp8() ? sizeof(float) * sizes.held_scales() : 0;
+  inner_scales = align_up(row_scales + scale_bytes * fp8::num_blocks(sizes.hidden), 128);
+  total = align_up(inner_scales + scale_bytes * fp8::num_blocks(sizes.intermediate), 128);
 }
 
 // The workspace at its addresses.
@@ -302,6 +319,13 @@ struct MoeWorkspace {
   }
   ISER_HD uint8_t* rows() const { return base + layout.rows; }
   ISER_HD uint8_t* inner() const { return base + layout.inner; }
+  // Scales of 128 columns of all rows.
+  ISER_HD float* row_scales(int32_t block) const {
+    return reinterpret_cast<float*>(base + layout.row_scales) + block * sizes.held_scales();
+  }
+  ISER_HD float* inner_scales(int32_t block) const {
+    return reinterpret_cast<float*>(base + layout.inner_scales) + block * sizes.held_scales();
+  }
 };
 
 }  // namespace iser::cuda

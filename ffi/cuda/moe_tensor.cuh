@@ -1,9 +1,10 @@
-// The tensor engine: bf16 tiles of up to 256 rows by wgmma, operands by TMA.
+// The tensor engine: tiles of bf16 (moe_tensor_multiply.cuh) or FP8 (moe_fp8_multiply.cuh) by
+// wgmma, operands by TMA.
 //
 // A CTA has three warpgroups. In the first, one warp takes tiles and loads their operands, one
-// publishes tiles that have been stored, two pull rows. The other two multiply: a tile's blocks of
-// 64 rows alternate between them. Every block is a chain of m64n192k16 products in increasing k,
-// whatever the tile, so that a row's bits depend on the row and the weights alone.
+// publishes tiles that have been stored, two pull rows. The other two multiply. Every block of 64
+// rows is a chain of the same products in increasing k, whatever the tile, so that a row's bits
+// depend on the row and the weights alone.
 //
 // In clusters of two CTAs the pair takes tiles of the same rows and neighbouring columns: each
 // loads half of the rows' blocks into both, so that less comes from L2. The first CTA takes tiles
@@ -13,6 +14,7 @@
 #include <cstdint>
 
 #include "ffi/cuda/moe_context.cuh"
+#include "ffi/cuda/moe_fp8_multiply.cuh"
 #include "ffi/cuda/moe_maps.cuh"
 #include "ffi/cuda/moe_pull.cuh"
 #include "ffi/cuda/moe_tensor_load.cuh"
@@ -22,8 +24,8 @@
 namespace iser::cuda {
 
 // One warp. Consumers go on to the next tile while their stores are on their way.
-template <int kCluster>
-__device__ inline void publish_tiles(const MoeContext& context, TensorShared& shared) {
+template <class Tiles, int kCluster>
+__device__ inline void publish_tiles(const MoeContext& context, TensorShared<Tiles>& shared) {
   for (TileRing tiles;; tiles.advance()) {
     wait_announced<kCluster>(&shared.tile_full[tiles.at()], tiles.parity());
     const Tile tile = shared.tiles[tiles.at()];
@@ -42,15 +44,16 @@ __device__ inline void publish_tiles(const MoeContext& context, TensorShared& sh
 
 // While nothing has been pulled yet those who multiply have nothing to do. With one wave no row
 // waits for a tile, so they may pull.
+template <bool kIsFp8>
 __device__ inline void help_to_pull(const MoeContext& context, int32_t num_ctas) {
   if (context.tables().head->num_rows > context.call.sizes.wave_rows) return;
-  pull_rows(context, num_ctas * kMmaWarps);
+  pull_rows<kIsFp8>(context, num_ctas * kMmaWarps);
 }
 
 // Whether this CTA is to work: all of a cluster, or none.
-template <int kCluster>
+template <class Tiles, int kCluster>
 __device__ inline bool decide_to_work(const MoeCall& call, const DeviceTable& table,
-                                      TensorShared& shared) {
+                                      TensorShared<Tiles>& shared) {
   const int32_t cta = blockIdx.y;
   const bool is_wanted = cta / kCluster * kCluster < call.ctas_per_rank;
   if (kCluster == 1) {
@@ -69,35 +72,44 @@ __device__ inline bool decide_to_work(const MoeCall& call, const DeviceTable& ta
   return shared.is_wanted != 0;
 }
 
-template <int kCluster>
+template <class Tiles, int kCluster>
+__device__ inline void multiply_tiles(const MoeContext& context, TensorShared<Tiles>& shared) {
+  if constexpr (Tiles::kIsFp8) {
+    Fp8Multiplier<kCluster>(context, shared).run();
+  } else {
+    TileMultiplier<kCluster>(context, shared).run();
+  }
+}
+
+template <class Tiles, int kCluster>
 __global__ void __launch_bounds__(kTensorThreads, 1)
     tensor_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeMaps maps) {
   extern __shared__ uint8_t dynamic_shared[];
   const DeviceTable* table = find_table(call);
   if (table == nullptr) return;
   const MoeContext context{call, *table, static_cast<int32_t>(blockIdx.x)};
-  TensorShared& shared = *reinterpret_cast<TensorShared*>(
+  TensorShared<Tiles>& shared = *reinterpret_cast<TensorShared<Tiles>*>(
       dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    init_barriers<kCluster>(shared);
+    init_barriers<Tiles, kCluster>(shared);
     stamp_ns(call, MoeStamp::kExpertsNs);
   }
-  if (!decide_to_work<kCluster>(call, *table, shared)) return;
+  if (!decide_to_work<Tiles, kCluster>(call, *table, shared)) return;
   if (context.tables().head->num_items == 0) return;
   const int32_t warp = __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x / 32), 0);
   if (warp < 4) {
     give_registers<kLoaderRegisters>();
     if (warp == 0) {
-      TileLoader<kCluster>(context, maps, shared).run();
+      TileLoader<Tiles, kCluster>(context, maps, shared).run();
     } else if (warp == 1) {
-      publish_tiles<kCluster>(context, shared);
+      publish_tiles<Tiles, kCluster>(context, shared);
     } else {
-      pull_rows(context, INT32_MAX);
+      pull_rows<Tiles::kIsFp8>(context, INT32_MAX);
     }
   } else {
     take_registers<kMmaRegisters>();
-    help_to_pull(context, call.ctas_per_rank);
-    TileMultiplier<kCluster>(context, shared).run();
+    help_to_pull<Tiles::kIsFp8>(context, call.ctas_per_rank);
+    multiply_tiles<Tiles, kCluster>(context, shared);
   }
   if (threadIdx.x % 32 == 0) stamp_ns(call, MoeStamp::kTilesEndNs);
   if (kCluster > 1) cluster_sync();  // the other CTA no longer arrives or stores here

@@ -10,10 +10,12 @@
 namespace iser::cuda {
 
 // One warp, which takes tiles; its first lane loads.
-template <int kCluster>
+template <class Tiles, int kCluster>
 class TileLoader {
  public:
-  __device__ TileLoader(const MoeContext& context, const MoeMaps& maps, TensorShared& shared)
+  using Shared = TensorShared<Tiles>;
+
+  __device__ TileLoader(const MoeContext& context, const MoeMaps& maps, Shared& shared)
       : context_(context), maps_(maps), shared_(shared), gate_{context} {}
 
   __device__ void run() {
@@ -98,6 +100,26 @@ class TileLoader {
     }
   }
 
+  // Of a product of h: gate's and up's boxes in turn, so that the columns of h that a warpgroup
+  // makes lie together.
+  __device__ void load_weights(uint8_t* to, bool is_inner, const CUtensorMap* gate,
+                               const CUtensorMap* up, int32_t k, int32_t column, int32_t gate_plane,
+                               int32_t up_plane, uint64_t* full) const {
+    if (is_inner) {
+#pragma unroll
+      for (int i = 0; i < Tiles::kWeightRows / Tiles::kInnerBox; ++i) {
+        load_box_3d(to + i * Tiles::kInnerBox * kSwizzleRow, i % 2 == 0 ? gate : up, k,
+                    column + i / 2 * Tiles::kInnerBox, i % 2 == 0 ? gate_plane : up_plane, full);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Tiles::kWeightRows / Tiles::kHiddenBox; ++i) {
+        load_box_3d(to + i * Tiles::kHiddenBox * kSwizzleRow, gate, k,
+                    column + i * Tiles::kHiddenBox, gate_plane, full);
+      }
+    }
+  }
+
   // Whether `before` steps are left with this one, or at the first where there are not as many.
   __device__ static bool is_due(int32_t step, int32_t num_steps, int32_t before) {
     return step + before == num_steps || (step == 0 && num_steps < before);
@@ -109,12 +131,13 @@ class TileLoader {
     const MoeCall& call = context_.call;
     const bool is_inner = tile.gemm == Gemm::kInner, is_helper = call.is_helper(tile.slot);
     const int32_t depth = is_inner ? call.sizes.hidden : call.sizes.intermediate;
-    const int32_t num_steps = depth / kStepColumns;
+    const int32_t num_steps = depth / Tiles::kStepColumns;
     const int32_t num_blocks = ceil_div(tile.num_rows, kMmaRows);
     const int32_t row =
         static_cast<int32_t>(call.workspace().held_row(context_.local_idx, tile.row));
     const CUtensorMap* rows = is_inner ? &maps_.rows : &maps_.inner;
     const CUtensorMap* weights = is_inner ? &maps_.gate : &maps_.down;
+    const CUtensorMap* scales = is_inner ? &maps_.row_scales : &maps_.inner_scales;
     int32_t plane = 0;
     if (is_helper) {
       const MoeWorkspace workspace = call.workspace();
@@ -125,8 +148,9 @@ class TileLoader {
     } else {
       plane = context_.expert(tile.slot);
     }
-    const uint32_t bytes = num_blocks * kBlockBytes + kWeightBytes;
-    const int32_t column = tile.column * (is_inner ? kInnerColumns : kMmaColumns);
+    const uint32_t bytes = num_blocks * kBlockBytes + Shared::kWeightBytes +
+                           (Tiles::kIsFp8 ? Tiles::kScaleBox * sizeof(float) : 0);
+    const int32_t column = tile.column * (is_inner ? Tiles::kInner : Tiles::kHidden);
     const bool is_first = threadIdx.x % 32 == 0;
     int32_t item = 0;
     for (int32_t step = 0; step < num_steps; ++step) {
@@ -135,13 +159,11 @@ class TileLoader {
         uint8_t* to = shared_.steps[steps_.at];
         mbarrier_wait(&shared_.empty[steps_.at], steps_.parity ^ 1);
         mbarrier_arrive_expect(full, bytes);
-        const int32_t k = step * kStepColumns;
+        const int32_t k = step * Tiles::kStepColumns;
         load_rows(to, rows, k, row, num_blocks, full);
-        load_box_3d(to + kRowsBytes, weights, k, column, plane, full);
-        if (is_inner) {
-          load_box_3d(to + kRowsBytes + kInnerColumns * kSwizzleRow,
-                      is_helper ? weights : &maps_.up, k, column, plane + is_helper, full);
-        }
+        load_weights(to + Shared::kRowsBytes, is_inner, weights, is_helper ? weights : &maps_.up, k,
+                     column, plane, plane + is_helper, full);
+        if (Tiles::kIsFp8) load_box_2d(shared_.scales[steps_.at], scales, row & ~3, step, full);
         if (queue != nullptr && is_due(step, num_steps, 6)) item = queue->claim();
       }
       steps_.advance();
@@ -154,10 +176,10 @@ class TileLoader {
 
   const MoeContext& context_;
   const MoeMaps& maps_;
-  TensorShared& shared_;
+  Shared& shared_;
   TileGate gate_;
   bool has_failed_ = false;  // seen a moment ago
-  RingAt<kNumSteps> steps_;
+  RingAt<Tiles::kNumSteps> steps_;
   TileRing tiles_;
 };
 

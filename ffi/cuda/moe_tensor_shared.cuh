@@ -9,25 +9,60 @@
 namespace iser::cuda {
 
 constexpr int kTensorThreads = 384;
-constexpr int kNumSteps = 3;  // of the pipeline
 constexpr int kNumTiles = 4;  // announced and not yet published
 constexpr int kMmaWarps = 8, kWarpRows = 16;
-constexpr int kTensorRows = 256;                // most of a tile
-constexpr int kInnerColumns = kMmaColumns / 2;  // of gate and of up
 constexpr int kBlockBytes = kMmaRows * kSwizzleRow;
-constexpr int kRowsBytes = kTensorRows * kSwizzleRow;
-constexpr int kWeightBytes = kMmaColumns * kSwizzleRow;
-constexpr int kStepBytes = kRowsBytes + kWeightBytes;
-// Staged rows begin 16 bytes further on in the banks each, so that stmatrix meets no conflicts.
-constexpr int kInnerStride = 2 * kInnerColumns + 16, kHiddenStride = 2 * kMmaColumns + 16;
-constexpr int kStagingBytes = kWarpRows * kHiddenStride;
 constexpr int kLoaderRegisters = 56, kMmaRegisters = 224;
 
+// Tiles of bf16: the two warpgroups take turns with blocks of 64 rows, each with all columns.
+struct Bf16Tiles {
+  static constexpr bool kIsFp8 = false;
+  static constexpr int kNumSteps = 3;  // of the pipeline
+  static constexpr int kStepColumns = kSwizzleRow / 2;
+  static constexpr int kRows = 256;                               // most of a tile
+  static constexpr int kInner = kMmaColumns / 2;                  // columns of h: of gate and of up
+  static constexpr int kHidden = kMmaColumns;                     // of y
+  static constexpr int kWeightRows = kMmaColumns;                 // loaded in a step
+  static constexpr int kInnerBox = kInner, kHiddenBox = kHidden;  // rows of weights that TMA loads
+  static constexpr int kScaleBox = 4, kScales = 4;                // none; for the arrays' sake
+  // Staged rows begin 16 bytes further on in the banks each, so that stmatrix meets no conflicts.
+  static constexpr int kInnerStride = 2 * kInner + 16, kHiddenStride = 2 * kHidden + 16;
+  static constexpr int kStagingBytes = kWarpRows * kHiddenStride;
+};
+
+// Tiles of FP8: both warpgroups take all rows, each half of the columns; a step is a block of
+// scales.
+struct Fp8Tiles {
+  static constexpr bool kIsFp8 = true;
+  static constexpr int kNumSteps = 4;
+  static constexpr int kStepColumns = kSwizzleRow;
+  static constexpr int kRows = 128;
+  static constexpr int kInner = fp8::kBlock;
+  static constexpr int kHidden = 2 * kFp8Columns;
+  static constexpr int kWeightRows = 2 * kFp8Columns;
+  static constexpr int kInnerBox = 64, kHiddenBox = 64;
+  // TMA begins at multiples of 16 bytes: the first row's scale is one of the box's first four.
+  static constexpr int kScaleBox = kRows + 4, kScales = 160;
+  static constexpr int kInnerStride = kInner / 2 + 16;    // bytes of half a row of h
+  static constexpr int kHiddenStride = kFp8Columns + 16;  // of 64 columns of y
+  static constexpr int kStagingBytes = kWarpRows * kHiddenStride;
+};
+
+template <class Tiles>
 struct alignas(1024) TensorShared {
-  uint8_t steps[kNumSteps][kStepBytes];  // rows, then weights
-  uint8_t staging[kMmaWarps][kStagingBytes];
-  uint64_t full[kNumSteps];   // loaded
-  uint64_t empty[kNumSteps];  // multiplied, by every warp of the cluster
+  static constexpr int kRowsBytes = Tiles::kRows * kSwizzleRow;
+  static constexpr int kWeightBytes = Tiles::kWeightRows * kSwizzleRow;
+  static constexpr int kStepBytes = kRowsBytes + kWeightBytes;
+  static_assert(kStepBytes % 1024 == 0 && Tiles::kInnerBox * kSwizzleRow % 1024 == 0 &&
+                    Tiles::kHiddenBox * kSwizzleRow % 1024 == 0,
+                "swizzled boxes begin at multiples of 1,024 bytes");
+
+  uint8_t steps[Tiles::kNumSteps][kStepBytes];                  // rows, then weights
+  alignas(128) float scales[Tiles::kNumSteps][Tiles::kScales];  // of the rows
+  float amax[2][2][Tiles::kScales];  // of rows of h: by parity of the tile and warpgroup
+  alignas(16) uint8_t staging[kMmaWarps][Tiles::kStagingBytes];
+  uint64_t full[Tiles::kNumSteps];   // loaded
+  uint64_t empty[Tiles::kNumSteps];  // multiplied, by every warp of the cluster
   uint64_t tile_full[kNumTiles];
   uint64_t tile_stored[kNumTiles];  // by every warp
   uint64_t tile_empty[kNumTiles];   // of the cluster's first CTA: published by all
@@ -38,10 +73,10 @@ struct alignas(1024) TensorShared {
 };
 constexpr int kTileWords = sizeof(Tile) / sizeof(uint32_t);
 
-constexpr size_t kTensorSharedBytes = sizeof(TensorShared) + 1024;  // to begin at a multiple
-static_assert(kTensorSharedBytes <= 227 * 1024, "exceeds the shared memory of a CTA");
-static_assert(kStepBytes % 1024 == 0 && kInnerColumns * kSwizzleRow % 1024 == 0,
-              "swizzled boxes begin at multiples of 1,024 bytes");
+template <class Tiles>
+constexpr size_t kTensorSharedBytes = sizeof(TensorShared<Tiles>) + 1024;  // to begin at a multiple
+static_assert(kTensorSharedBytes<Bf16Tiles> <= 227 * 1024, "exceeds the shared memory of a CTA");
+static_assert(kTensorSharedBytes<Fp8Tiles> <= 227 * 1024, "exceeds the shared memory of a CTA");
 
 // Which of `kCount` a role is at, and the parity of its round.
 template <int kCount>
@@ -67,9 +102,9 @@ struct TileRing {
 };
 static_assert((kNumTiles & (kNumTiles - 1)) == 0, "rounds are counted in bits");
 
-template <int kCluster>
-__device__ inline void init_barriers(TensorShared& shared) {
-  for (int i = 0; i < kNumSteps; ++i) {
+template <class Tiles, int kCluster>
+__device__ inline void init_barriers(TensorShared<Tiles>& shared) {
+  for (int i = 0; i < Tiles::kNumSteps; ++i) {
     mbarrier_init(&shared.full[i], 1);
     mbarrier_init(&shared.empty[i], kCluster * kMmaWarps);
   }

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
 #include <cmath>
 #include <cstdint>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "ffi/cuda/fused_moe.cuh"
@@ -44,6 +46,70 @@ inline void fill_random(DType dtype, void* to, size_t count, uint64_t seed, uint
   CHECK_CUDA(cudaGetLastError());
 }
 
+// One plane of an expert in FP8: values up to `scale` of every magnitude that e4m3 has, blocks that
+// differ in their scales.
+struct Fp8Plane {
+  int32_t rows, columns;
+  float scale;
+
+  __host__ __device__ size_t bytes() const { return fp8::plane_bytes(rows, columns); }
+  __host__ __device__ const float* scales(const uint8_t* plane) const {
+    return reinterpret_cast<const float*>(plane + fp8::plane_values(rows, columns));
+  }
+};
+
+__global__ void fill_fp8(uint8_t* to, Fp8Plane plane, int32_t count, uint64_t seed,
+                         uint64_t first) {
+  const size_t values = static_cast<size_t>(plane.rows) * plane.columns;
+  const size_t blocks =
+      static_cast<size_t>(fp8::num_blocks(plane.rows)) * fp8::num_blocks(plane.columns);
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count * values;
+       i += step) {
+    const size_t expert = i / values, at = i % values;
+    uint8_t* const own = to + expert * plane.bytes();
+    own[at] = __nv_cvt_float_to_fp8(hashed(seed, first * values + i, fp8::kMax), __NV_SATFINITE,
+                                    __NV_E4M3);
+    if (at >= blocks) continue;
+    const float vary = 1.0f + hashed(seed + 3, (first + expert) * blocks + at, 0.5f);
+    const_cast<float*>(plane.scales(own))[at] = plane.scale / fp8::kMax * vary;
+  }
+}
+
+__device__ inline float e4m3_value(uint8_t code) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+}
+
+__global__ void dequantize_planes(const uint8_t* from, Fp8Plane plane, int32_t count, float* to) {
+  const size_t values = static_cast<size_t>(plane.rows) * plane.columns;
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count * values;
+       i += step) {
+    const uint8_t* const own = from + i / values * plane.bytes();
+    const size_t at = i % values, row = at / plane.columns, column = at % plane.columns;
+    const size_t block = row / 128 * fp8::num_blocks(plane.columns) + column / 128;
+    to[i] = e4m3_value(own[at]) * plane.scales(own)[block];
+  }
+}
+
+// Rows as they are after quantisation by 128 columns; a thread a block of columns.
+template <typename T>
+__global__ void requantize_rows(const T* from, float* to, size_t rows, int32_t columns) {
+  const size_t blocks = columns / 128;
+  const size_t index = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (index >= rows * blocks) return;
+  const size_t first = index / blocks * columns + index % blocks * 128;
+  float amax = 0.0f;
+  for (int i = 0; i < 128; ++i) amax = fmaxf(amax, fabsf(static_cast<float>(from[first + i])));
+  amax = fmaxf(amax, fp8::kMinAmax);
+  const float up = __fdiv_rn(448.0f, amax), down = __fdiv_rn(amax, 448.0f);
+  for (int i = 0; i < 128; ++i) {
+    const float value = static_cast<float>(from[first + i]);
+    const uint8_t code = __nv_cvt_float_to_fp8(value * up, __NV_SATFINITE, __NV_E4M3);
+    to[first + i] = e4m3_value(code) * down;
+  }
+}
+
 struct MoeProblem {
   SlotSpace slots;
   int32_t top_k, hidden, intermediate, num_tokens;  // tokens of a rank
@@ -51,7 +117,13 @@ struct MoeProblem {
   int32_t num_layers = 1, layer = 0;
   bool is_stacked = false;
   std::vector<std::vector<int32_t>> ids;  // [rank][num_tokens * top_k]
+  WeightFormat weight_format = WeightFormat::kElements;
 
+  bool is_fp8() const { return weight_format == WeightFormat::kFp8; }
+  Fp8Plane fp8_plane(int32_t which) const {
+    return which == 2 ? Fp8Plane{hidden, intermediate, plane_scale(2)}
+                      : Fp8Plane{intermediate, hidden, plane_scale(which)};
+  }
   int32_t element_bytes() const { return dtype == DType::kBF16 ? 2 : 4; }
   size_t num_routes() const { return static_cast<size_t>(num_tokens) * top_k; }
   size_t plane() const { return static_cast<size_t>(hidden) * intermediate; }
@@ -67,8 +139,47 @@ struct MoeProblem {
 
   // Plane `which` of `count` experts of a layer, from the one of that index on.
   void fill_experts(void* to, int32_t which, int32_t at_layer, int32_t first, int32_t count) const {
-    const uint64_t begin = (static_cast<uint64_t>(at_layer) * slots.num_experts + first) * plane();
-    fill_random(dtype, to, count * plane(), 1 + which, begin, plane_scale(which));
+    const uint64_t expert = static_cast<uint64_t>(at_layer) * slots.num_experts + first;
+    if (is_fp8()) {
+      fill_fp8<<<512, 256>>>(static_cast<uint8_t*>(to), fp8_plane(which), count, 1 + which, expert);
+      CHECK_CUDA(cudaGetLastError());
+    } else {
+      fill_random(dtype, to, count * plane(), 1 + which, expert * plane(), plane_scale(which));
+    }
+  }
+  // The same, and rank's tokens, as the numbers that they stand for.
+  template <typename T>
+  void fill_values(T* to, int32_t which, int32_t at_layer) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (is_fp8()) {
+        const Fp8Plane plane = fp8_plane(which);
+        DeviceArray<uint8_t> planes(slots.num_experts * plane.bytes());
+        fill_experts(planes.data, which, at_layer, 0, slots.num_experts);
+        dequantize_planes<<<512, 256>>>(planes.data, plane, slots.num_experts, to);
+        CHECK_CUDA(cudaDeviceSynchronize());
+        return;
+      }
+    }
+    fill_experts(to, which, at_layer, 0, slots.num_experts);
+  }
+  template <typename T>
+  void fill_token_values(T* to, int32_t rank) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (is_fp8()) {
+        const size_t count = static_cast<size_t>(num_tokens) * hidden;
+        DeviceArray<__nv_bfloat16> tokens(count);
+        fill_tokens(tokens.data, rank);
+        requantize(tokens.data, to, num_tokens, hidden);
+        return;
+      }
+    }
+    fill_tokens(to, rank);
+  }
+  template <typename T>
+  static void requantize(const T* from, float* to, size_t rows, int32_t columns) {
+    const size_t threads = rows * (columns / 128);
+    requantize_rows<<<threads / 128 + 1, 128>>>(from, to, rows, columns);
+    CHECK_CUDA(cudaDeviceSynchronize());
   }
   void fill_tokens(void* to, int32_t rank) const {
     const size_t count = static_cast<size_t>(num_tokens) * hidden;
@@ -148,8 +259,11 @@ inline float element_of(DType dtype, const uint8_t* bytes, size_t index) {
 //
 // bf16: an expert's output may be rounded to the neighbour (2^-8 of it, twice for safety), each h
 // too (2^-9 of the sum of |h| |down|, a small part of what a wrong term would change), and y is
-// rounded once. f32: 2^-17 of the sum covers any order of up to 10^4 sums.
+// rounded once. f32: 2^-17 of the sum covers any order of up to 10^4 sums. FP8: tensor cores keep
+// some 13 bits of a block's sum, so that of an h in fifty the neighbour is stored, an eighth away:
+// an element is held to 2^-5 of the sum, and each row and each column of y to 3 % in the norm.
 struct Expected {
+  static constexpr double kFp8Norm = 0.03;
   std::vector<double> y, bound;  // [P * num_tokens, D]
 
   template <typename T>
@@ -163,9 +277,9 @@ struct Expected {
     DeviceArray<int32_t> ids(routes);
     const int32_t layer = p.is_stacked ? p.layer : 0;
     T* const planes[3] = {gate.data, up.data, down.data};
-    for (int i = 0; i < 3; ++i) p.fill_experts(planes[i], i, layer, 0, experts);
+    for (int i = 0; i < 3; ++i) p.fill_values(planes[i], i, layer);
     for (int32_t rank = 0; rank < ranks; ++rank) {
-      p.fill_tokens(x.data, rank);
+      p.fill_token_values(x.data, rank);
       ids.put(p.ids[rank]);
       const OracleArrays<T> arrays{x.data,    gate.data,      up.data,
                                    down.data, ids.data,       h.data,
@@ -174,6 +288,9 @@ struct Expected {
                                    experts};
       const auto grid = [&](size_t columns) { return (routes * columns + 127) / 128 + 1; };
       oracle_inner<<<grid(p.intermediate), 128>>>(arrays);
+      if constexpr (std::is_same_v<T, float>) {
+        if (p.is_fp8()) p.requantize(h.data, h.data, routes, p.intermediate);
+      }
       oracle_hidden<<<grid(p.hidden), 128>>>(arrays);
       CHECK_CUDA(cudaDeviceSynchronize());
       sum_up(p, rank, o.get(), magnitude.get());
@@ -184,6 +301,7 @@ struct Expected {
   void sum_up(const MoeProblem& p, int32_t rank, const std::vector<T>& o,
               const std::vector<float>& magnitude) {
     const bool is_bf16 = p.dtype == DType::kBF16;
+    const DType stored = p.is_fp8() ? DType::kF32 : p.dtype;
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(o.data());
     for (int32_t t = 0; t < p.num_tokens; ++t) {
       for (int32_t d = 0; d < p.hidden; ++d) {
@@ -191,7 +309,7 @@ struct Expected {
         for (int32_t k = 0; k < p.top_k; ++k) {
           const size_t route = static_cast<size_t>(t) * p.top_k + k;
           if (!is_valid_expert(p.ids[rank][route], p.slots.num_experts)) continue;
-          const double value = element_of(p.dtype, bytes, route * p.hidden + d);
+          const double value = element_of(stored, bytes, route * p.hidden + d);
           const double weight = p.weight(rank, route);
           sum += weight * value;
           absolute += std::fabs(weight * value);
@@ -200,8 +318,9 @@ struct Expected {
         y.push_back(sum);
         // An h that falls to its other neighbour moves the sum by 2^-8 of its term, and with few
         // terms one is up to half of them all.
-        bound.push_back(is_bf16 ? std::ldexp(absolute, -7) + std::ldexp(terms, -9) + 1e-30
-                                : std::ldexp(terms, -17) + 1e-30);
+        bound.push_back(p.is_fp8() ? std::ldexp(absolute, -7) + std::ldexp(terms, -5) + 1e-30
+                        : is_bf16  ? std::ldexp(absolute, -7) + std::ldexp(terms, -9) + 1e-30
+                                   : std::ldexp(terms, -17) + 1e-30);
       }
     }
   }
@@ -209,7 +328,8 @@ struct Expected {
   explicit Expected(const MoeProblem& p) : Expected(p, p.slots.num_ranks) {}
   // Of the first ranks only.
   Expected(const MoeProblem& p, int32_t ranks) {
-    p.dtype == DType::kBF16 ? compute<__nv_bfloat16>(p, ranks) : compute<float>(p, ranks);
+    p.dtype == DType::kBF16 && !p.is_fp8() ? compute<__nv_bfloat16>(p, ranks)
+                                           : compute<float>(p, ranks);
   }
 
   std::string compare(const MoeProblem& p, const std::vector<uint8_t>& got) const {
@@ -219,6 +339,28 @@ struct Expected {
       char text[160];
       std::snprintf(text, sizeof text, "y[%zu, %zu] is %.6g, should be %.6g within %.2g",
                     i / p.hidden, i % p.hidden, value, y[i], bound[i]);
+      return text;
+    }
+    return p.is_fp8() ? compare_norms(p, got) : "";
+  }
+
+  // Every row and every column of y by its norm.
+  std::string compare_norms(const MoeProblem& p, const std::vector<uint8_t>& got) const {
+    const size_t rows = y.size() / p.hidden;
+    std::vector<double> off(rows + p.hidden), norm(rows + p.hidden);
+    for (size_t i = 0; i < y.size(); ++i) {
+      const double error = element_of(p.dtype, got.data(), i) - y[i];
+      for (size_t at : {i / p.hidden, rows + i % p.hidden}) {
+        off[at] += error * error;
+        norm[at] += y[i] * y[i];
+      }
+    }
+    for (size_t at = 0; at < off.size(); ++at) {
+      if (std::sqrt(off[at]) <= kFp8Norm * std::sqrt(norm[at]) + 1e-30) continue;
+      char text[160];
+      std::snprintf(text, sizeof text, "%s %zu of y is off by %.3g of its norm",
+                    at < rows ? "row" : "column", at < rows ? at : at - rows,
+                    std::sqrt(off[at] / norm[at]));
       return text;
     }
     return "";

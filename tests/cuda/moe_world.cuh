@@ -74,8 +74,8 @@ struct MoeDevice {
         num_local(local),
         segment(head_bytes(shape) + local * block_layout(shape).total),
         table(sizeof(DeviceTable)),
-        x(local * p.num_tokens * shape.token_bytes()),
-        y(local * p.num_tokens * shape.token_bytes() + kTailGuard),
+        x(local * p.num_tokens * shape.row_bytes()),
+        y(local * p.num_tokens * shape.row_bytes() + kTailGuard),
         weights{DeviceArray<uint8_t>(weight_bytes(p, shape, local)),
                 DeviceArray<uint8_t>(weight_bytes(p, shape, local)),
                 DeviceArray<uint8_t>(weight_bytes(p, shape, local))},
@@ -146,8 +146,8 @@ class MoeWorld {
   MoeWorld(const MoeProblem& p, int32_t num_devices, int num_gpus,
            uint64_t timeout_ns = 5'000'000'000ull)
       : problem(p),
-        shape{p.slots,      p.top_k,           p.hidden,  p.intermediate,
-              p.num_tokens, p.element_bytes(), kNumBanks, 0},
+        shape{p.slots,           p.top_k,   p.hidden, p.intermediate, p.num_tokens,
+              p.element_bytes(), kNumBanks, 0,        p.weight_format},
         layout(block_layout(shape)),
         num_local(p.slots.num_ranks / num_devices) {
     for (int32_t d = 0; d < num_devices; ++d) {
@@ -349,7 +349,7 @@ class MoeWorld {
     std::vector<int32_t> ids;
     for (int32_t v = 0; v < num_local; ++v) {
       const int32_t rank = device.first_rank + v;
-      problem.fill_tokens(device.x.data + v * problem.num_tokens * shape.token_bytes(), rank);
+      problem.fill_tokens(device.x.data + v * problem.num_tokens * shape.row_bytes(), rank);
       for (size_t route = 0; route < problem.num_routes(); ++route) {
         weights.push_back(problem.weight(rank, route));
       }

@@ -250,6 +250,77 @@ void test_layers() {
   }
 }
 
+// FP8 weights: the same things as of bf16 above.
+MoeProblem in_fp8(MoeProblem problem) {
+  problem.weight_format = WeightFormat::kFp8;
+  return problem;
+}
+
+void test_fp8_sizes() {
+  for (int rows : {1, 64, 100}) {
+    MoeProblem p = in_fp8(make_problem({1, 1, 0}, 1, 128, 128, rows, 0, 1));
+    for (int32_t& id : p.ids[0]) id = 0;
+    test_case(text("fp8: first, %d rows, D=I=%d", rows, 128), p, {with_cluster(1)});
+    test_case(text("fp8: first in pairs, %d rows, D=I=%d", rows, 128), p, {with_cluster(2)});
+  }
+  for (int hidden : {256, 640, 1152}) {
+    for (int inner : {128, 384}) {
+      if (is_small && hidden * inner > 256 * 128) continue;
+      test_case(
+          text("fp8: sizes, D=%d I=%d", hidden, inner),
+          in_fp8(make_problem({2, 8, 2}, 2, hidden, inner, is_small ? 40 : 150, 1, hidden + inner)),
+          {with_cluster(1), with_cluster(2)});
+    }
+  }
+}
+
+void test_fp8() {
+  test_fp8_sizes();
+  if (is_small) return;
+  const std::vector<int32_t> rows{0, 1, 63, 64, 65, 127, 128, 129, 257, 10'000, 0};
+  MoeProblem p =
+      in_fp8(make_problem({1, static_cast<int32_t>(rows.size()), 0}, 1, 256, 256, 1, 0, 3));
+  std::vector<int32_t> ids;
+  for (size_t e = 0; e < rows.size(); ++e) ids.insert(ids.end(), rows[e], static_cast<int>(e));
+  std::mt19937 rng(4);
+  std::shuffle(ids.begin(), ids.end(), rng);
+  p.num_tokens = ids.size();
+  p.ids = {ids};
+  std::vector<MoeRun> runs(4);
+  runs[1].options.tile_rows = 64;
+  runs[2].options.num_sms = 3;
+  runs[3].options.cluster_size = 1;
+  test_case("fp8: rows, 0 to 10,000 an expert", p, runs);
+  for (int ranks : {1, 2, 4, 8}) {
+    for (int kind = 0; kind < 8; ++kind) {
+      std::vector<MoeRun> runs(4);
+      runs[1].late_ready_ns = late_ns();
+      runs[2].options.tile_rows = 64;
+      runs[3].max_routes_per_rank = 97;
+      test_case(
+          text("fp8: ranks, V=%d, W%d", ranks, kind),
+          in_fp8(make_problem({ranks, ranks * 6, 2}, 4, 384, 256, 200, kind, 10 * ranks + kind)),
+          runs);
+    }
+  }
+  MoeProblem stacked = in_fp8(make_problem({4, 8, 2}, 2, 128, 256, 100, 2, 8));
+  stacked.num_layers = 3;
+  stacked.is_stacked = true;
+  for (int layer = 0; layer < 3; ++layer) {
+    stacked.layer = layer;
+    test_case(text("fp8: stacked, layer %d of %d", layer, 3), stacked,
+              {with_cluster(1), with_cluster(2)});
+  }
+  std::vector<MoeRun> kernels(3);
+  for (MoeRun& run : kernels) run.by_kernels = true;
+  kernels[1].late_ready_ns = late_ns();
+  const MoeProblem whole = in_fp8(make_problem({8, 32, 3}, 4, 256, 384, 300, 2, 12));
+  test_case("fp8: plan and copy by their kernels, V=8", whole, kernels);
+  if (num_gpus >= 2) test_case("fp8: plan and copy by their kernels, 2 GPUs", whole, kernels, 2, 2);
+  test_case("fp8: model, P=8 E=64 D=2048 I=768",
+            in_fp8(make_problem({8, 64, 3}, 4, 2048, 768, 128, 2, 11)), std::vector<MoeRun>(2));
+}
+
 // A larger one, near a model's sizes, with everything that may change between runs.
 void test_model() {
   if (is_small) return;
@@ -425,6 +496,14 @@ void test_refusals() {
   expect(false, shape, DType::kBF16, {}, "rows of 264 bytes");
   shape.hidden = 136;
   expect(true, shape, DType::kBF16, {}, "D=136, plain");
+  DomainShape in_blocks = good;
+  in_blocks.weight_format = WeightFormat::kFp8;
+  expect(true, in_blocks, DType::kBF16, {}, "FP8");
+  in_blocks.intermediate = 192;
+  expect(false, in_blocks, DType::kBF16, {}, "FP8, I=192");
+  in_blocks.intermediate = 128;
+  in_blocks.element_bytes = 4;
+  expect(false, in_blocks, DType::kF32, {}, "FP8 with f32");
   FusedOptions options;
   options.engine = MoeEngine::kTensor;
   expect(false, shape, DType::kBF16, options, "D=136, tensor");
@@ -471,6 +550,7 @@ int main(int argc, char** argv) {
   test_kernels();
   test_graph();
   test_model();
+  test_fp8();
   if (!is_small) test_faults();
   test_repeats();
   std::printf("%d passed, %d failed\n", num_passed, num_failed);
