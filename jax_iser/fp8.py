@@ -189,15 +189,11 @@ def _divide(a, b):
     rest, divisor = ((each & 0x7FFFFF) | 0x800000 for each in bits)
     is_less = rest < divisor
     rest = jnp.where(is_less, rest << 1, rest)
-
-    def step(_, state):
-        rest, quotient = state
+    quotient = jnp.zeros_like(rest)
+    for _ in range(25):  # 24 bits and the one that rounds: half way between two f32 none ever is
         fits = rest >= divisor
         rest = jnp.where(fits, rest - divisor, rest) << 1
-        return rest, quotient << 1 | fits.astype(jnp.uint32)
-
-    # 24 bits and the one that rounds: a quotient is never half way between two f32.
-    _, quotient = lax.fori_loop(0, 25, step, (rest, jnp.zeros_like(rest)))
+        quotient = quotient << 1 | fits.astype(jnp.uint32)
     exponent = exponents[0] - exponents[1] - is_less.astype(jnp.int32) + 126
     result = (exponent.astype(jnp.uint32) << 23) + ((quotient + 1) >> 1)
     return lax.bitcast_convert_type(result, jnp.float32)

@@ -58,8 +58,8 @@ def fused_moe(
 
     `sum_k topk_weights[t, k] * down(silu(gate(x[t])) * up(x[t]))`, over the experts that `start`
     was given. Products are summed in f32, each expert's output is rounded to `x.dtype`, the
-    weighted sum runs in k order in f32. The bits do not depend on where a route ran. For gradients
-    use `moe_layer`.
+    weighted sum runs in k order in f32. With FP8 weights tokens and `silu(g) * u` are quantised for
+    each 128 columns. The bits do not depend on where a route ran. For gradients use `moe_layer`.
 
     Args:
       x: `[tokens, D]`.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_iser import fp8
 from jax_iser.fused_moe import fused_moe
 from jax_iser.planner import Plan
 from jax_iser.reference.fused_moe import fused_moe as reference_fused_moe
@@ -41,8 +42,8 @@ def moe_layer(
       x: `[tokens, D]`, the rows of this device's ranks, rank by rank.
       topk_ids: `[tokens, K] i32`; ids outside `[0, E)` are padding and contribute 0.
       topk_weights: `[tokens, K] f32`.
-      weights: this device's experts, `[V*H, I, D]` (down `[V*H, D, I]`), or stacked
-        `[L, V*H, ...]` with `layer`.
+      weights: this device's experts, `[V*H, I, D]` (down `[V*H, D, I]`), or those of
+        `quantize_fp8`, `[V*H, bytes]`; or either stacked `[L, V*H, ...]` with `layer`.
       domain: the device's part of a `DomainHandle`; may be None for `method="reference"`.
       layer: int or i32 scalar, may be traced.
       weights_version: i32 scalar, for `resident=True`.
@@ -54,7 +55,8 @@ def moe_layer(
 
     Returns:
       `(y [tokens, D] of x's dtype, Plan)`. With `"fused"`, `y` has the same bits whatever the
-      plan. Gradients of `"fused"` recompute through the reference.
+      plan. Gradients of `"fused"` recompute through the reference; FP8 weights have none, and
+      those of the rest are taken on the dequantised weights.
 
     Raises:
       ValueError, TypeError: operands that do not fit, naming both values.
@@ -115,7 +117,7 @@ def _differentiable(shared_expert, balance, axis_name):
             )
 
         def reference(x, topk_weights, weights, captured):
-            planes = [plane[layer] if plane.ndim == 4 else plane for plane in weights]
+            planes = [plane[layer] if fp8.is_stacked(plane) else plane for plane in weights]
             y = reference_fused_moe(x, topk_ids, topk_weights, *planes, axis_name=axis_name)
             return y if shared_expert is None else y + shared_expert(x, *captured)
 

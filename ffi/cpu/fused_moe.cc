@@ -8,12 +8,13 @@
 #include <cstring>
 
 #include "ffi/cpu/domain.h"
+#include "ffi/cpu/fp8_rows.h"
 #include "ffi/cpu/pool.h"
 
 namespace iser::cpu {
 namespace {
 
-constexpr size_t kCombineTokens = 64;  // tokens a combine task takes
+constexpr size_t kTaskTokens = 64;  // tokens that a task takes to quantise or to combine
 
 struct Row {
   int32_t source;
@@ -144,13 +145,26 @@ struct TileRunner {
       out_rows[i] = source.section<uint8_t>(Section::kCombine) + shape.row_bytes() * row.route;
     }
     ExpertTile expert{
-        rows.data(),  out_rows.data(),    tile.count,          nullptr, nullptr, nullptr,
-        shape.hidden, shape.intermediate, domain.options.dtype};
+        rows.data(),  out_rows.data(),    tile.count,           nullptr,       nullptr, nullptr,
+        shape.hidden, shape.intermediate, domain.options.dtype, shape.is_fp8()};
     weights_of(tile.slot, expert);
-    expert_tile(expert, thread_scratch(expert_tile_scratch_bytes(shape.hidden, shape.intermediate,
-                                                                 tile.count, expert.dtype)));
+    const size_t bytes =
+        expert_tile_scratch_bytes(shape.hidden, shape.intermediate, tile.count, expert.dtype);
+    const size_t row_bytes = shape.is_fp8() ? sizeof(float) * tile.count * shape.hidden : 0;
+    std::byte* scratch = thread_scratch(bytes + row_bytes);
+    if (shape.is_fp8()) dequantize_rows(reinterpret_cast<float*>(scratch + bytes), rows);
+    expert_tile(expert, scratch);
     domain.charge(invocation.call.layer, rank, thread_cpu_ns() - begin, tile.count);
     report(wave, tile);
+  }
+
+  // Token records become f32 rows, kept in `floats`.
+  void dequantize_rows(float* floats, std::vector<const void*>& rows) const {
+    for (const void*& row : rows) {
+      dequantize_row(static_cast<const uint8_t*>(row), domain.shape().hidden, floats);
+      row = floats;
+      floats += domain.shape().hidden;
+    }
   }
 
   // Tells each source how many of its routes are done; rows of a tile are grouped by source.
@@ -167,11 +181,28 @@ struct TileRunner {
   }
 };
 
+// The rank's tokens as they are dispatched in FP8, in chunks over the pool.
+template <typename Element>
+void quantize_tokens(const DomainShape& shape, size_t num_tokens, const uint8_t* x,
+                     uint8_t* records) {
+  const size_t chunks = (num_tokens + kTaskTokens - 1) / kTaskTokens;
+  Pool::shared().run(chunks, [&](size_t chunk) {
+    const size_t last = std::min(num_tokens, (chunk + 1) * kTaskTokens);
+    for (size_t t = chunk * kTaskTokens; t < last; ++t) {
+      const auto* row =
+          reinterpret_cast<const typename Element::Stored*>(x + t * shape.row_bytes());
+      quantize_row<Element>(row, shape.hidden, records + t * shape.token_bytes());
+    }
+  });
+}
+
 void publish_tokens(Domain& domain, const Invocation& invocation, const FusedCall& call,
                     int32_t rank, int32_t local_idx) {
   const DomainShape& shape = domain.shape();
   const BlockView block = domain.block(rank);
-  const size_t bytes = shape.token_bytes() * invocation.call.num_tokens;
+  const size_t tokens = invocation.call.num_tokens, bytes = shape.row_bytes() * tokens;
+  const uint8_t* x = call.x + local_idx * bytes;
+  uint8_t* published = block.section<uint8_t>(Section::kTokens);
   if (domain.options.poison) {  // 0xffff is a NaN in every dtype
     for (Section section : {Section::kTokens, Section::kCombine}) {
       std::memset(block.section<uint8_t>(section), 0xff,
@@ -179,8 +210,11 @@ void publish_tokens(Domain& domain, const Invocation& invocation, const FusedCal
     }
     if (bytes > 0) std::memset(call.y + local_idx * bytes, 0xff, bytes);
   }
-  if (bytes > 0) {
-    std::memcpy(block.section<uint8_t>(Section::kTokens), call.x + local_idx * bytes, bytes);
+  if (shape.is_fp8()) {
+    domain.options.dtype == DType::kF32 ? quantize_tokens<F32>(shape, tokens, x, published)
+                                        : quantize_tokens<BF16>(shape, tokens, x, published);
+  } else if (bytes > 0) {
+    std::memcpy(published, x, bytes);
   }
   RankWords* words = block.words();
   words->routes_expected =
@@ -218,14 +252,14 @@ void combine_tokens(const Domain& domain, const Invocation& invocation, const Fu
 void combine(const Domain& domain, const Invocation& invocation, const FusedCall& call,
              int32_t first_rank) {
   const size_t tokens = invocation.call.num_tokens;
-  const size_t chunks = (tokens + kCombineTokens - 1) / kCombineTokens;
+  const size_t chunks = (tokens + kTaskTokens - 1) / kTaskTokens;
   const auto combine_chunk =
       domain.options.dtype == DType::kF32 ? combine_tokens<F32> : combine_tokens<BF16>;
   Pool::shared().run(domain.options.ranks_per_device * chunks, [&](size_t task) {
     const int32_t v = static_cast<int32_t>(task / chunks);
-    const size_t first = task % chunks * kCombineTokens;
+    const size_t first = task % chunks * kTaskTokens;
     combine_chunk(domain, invocation, call, first_rank + v, v, first,
-                  std::min(tokens, first + kCombineTokens));
+                  std::min(tokens, first + kTaskTokens));
   });
 }
 

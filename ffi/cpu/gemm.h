@@ -23,7 +23,10 @@ struct ExpertTile {
   const void* down;         // [hidden, intermediate], contiguous
   int hidden;
   int intermediate;
-  DType dtype;  // of everything above
+  DType dtype;  // of everything above; with FP8 of out_rows alone
+  // Planes are e4m3 with scales (ffi/core/fp8.h), rows are f32; hidden and intermediate are
+  // multiples of 128.
+  bool is_fp8 = false;
 };
 
 // Bytes of scratch that a call with at most `max_rows` rows needs, on any ISA.
@@ -31,9 +34,11 @@ size_t expert_tile_scratch_bytes(int hidden, int intermediate, int max_rows, DTy
 
 // Computes the tile on the calling thread; allocates nothing. h = silu(g) * u is rounded to
 // `dtype`, sums are f32, the result is rounded to `dtype` (to nearest even). silu(g) is g / (1 +
-// exp(-g)): silu(-inf) is NaN, as g * sigmoid(g) is. A NaN or infinity in a row reaches that row
-// alone; each NaN of the result is the quiet NaN 0x7fc00000 (bf16 0x7fc0). Denormals are kept,
-// whatever the thread's floating-point mode. `scratch` is 64-byte aligned and may hold anything.
+// exp(-g)): silu(-inf) is NaN, as g * sigmoid(g) is. With FP8 h is rounded to e4m3 instead, with a
+// scale for each row's 128 columns, and weights to value * scale in f32. A NaN or infinity in a row
+// reaches that row alone; each NaN of the result is the quiet NaN 0x7fc00000 (bf16 0x7fc0).
+// Denormals are kept, whatever the thread's floating-point mode. `scratch` is 64-byte aligned and
+// may hold anything.
 void expert_tile(const ExpertTile& tile, std::byte* scratch);
 
 // The tile height to split long runs of rows into; any other height gives the same bits.

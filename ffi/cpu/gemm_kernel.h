@@ -124,8 +124,8 @@ void multiply_block(const WeightBlock<Type>& block, Panels panels, const float* 
   }
 }
 
-// h panels = round(silu(gate x) * up x) from x panels.
-template <class Type>
+// h panels = round(silu(gate x) * up x) from x panels, rounded to Hidden.
+template <class Type, class Hidden>
 void gate_up(const ExpertTile& tile, Panels panels, const float* x, float* weights, float* sums,
              float* h) {
   using Plane = const typename Type::Storage*;
@@ -143,7 +143,34 @@ void gate_up(const ExpertTile& tile, Panels panels, const float* x, float* weigh
       float* dst =
           h + panels.start(p, tile.intermediate) + static_cast<size_t>(block.first_row) * width;
       for (int j = 0; j < block.num_rows() * width; j += kLanes)
-        Vec::store(dst + j, Type::round(Vec::mul(silu(Vec::load(g + j)), Vec::load(u + j))));
+        Vec::store(dst + j, Hidden::round(Vec::mul(silu(Vec::load(g + j)), Vec::load(u + j))));
+    }
+  }
+}
+
+// h rounded to e4m3 with a scale for each row's 128 values: what the product in FP8 would take.
+inline void round_hidden(Panels panels, int depth, float* h) {
+  for (int p = 0; p < panels.count(); ++p) {
+    const int width = panels.vecs(p) * kLanes;
+    float* block = h + panels.start(p, depth);
+    for (int k0 = 0; k0 < depth; k0 += fp8::kBlock, block += fp8::kBlock * width) {
+      float amax[kPanelRows] = {}, up[kPanelRows], down[kPanelRows];
+      for (int k = 0; k < fp8::kBlock; ++k) {
+        for (int lane = 0; lane < width; ++lane) {
+          const float magnitude = float_of(bits_of(block[k * width + lane]) & 0x7fffffff);
+          amax[lane] = magnitude > amax[lane] ? magnitude : amax[lane];  // a NaN has none
+        }
+      }
+      for (int lane = 0; lane < width; ++lane) {
+        const float most = amax[lane] > fp8::kMinAmax ? amax[lane] : fp8::kMinAmax;
+        up[lane] = fp8::kMax / most, down[lane] = most / fp8::kMax;
+      }
+      for (int k = 0; k < fp8::kBlock; ++k) {
+        for (int lane = 0; lane < width; ++lane) {
+          float& value = block[k * width + lane];
+          value = E4M3::round(value * up[lane]) * down[lane];
+        }
+      }
     }
   }
 }
@@ -161,8 +188,8 @@ void store_panel(float* sums, int width, int num_cols, int num_rows, void* const
   }
 }
 
-// out_rows = x W^T for packed x.
-template <class Type>
+// out_rows = x W^T for packed x, rounded to Out.
+template <class Type, class Out>
 void project(const void* plane, int depth, int num_cols, Panels panels, const float* x,
              float* weights, float* sums, void* const* out_rows) {
   WeightBlock<Type> block{
@@ -170,27 +197,35 @@ void project(const void* plane, int depth, int num_cols, Panels panels, const fl
   for (; !block.is_empty(); block = block.next()) {
     multiply_block(block, panels, x, weights, sums);
     for (int p = 0; p < panels.count(); ++p)
-      store_panel<Type>(sums + panels.start(p, kBlockRows), panels.vecs(p) * kLanes,
-                        block.num_rows(), panels.rows(p), out_rows + p * kPanelRows,
-                        block.first_row);
+      store_panel<Out>(sums + panels.start(p, kBlockRows), panels.vecs(p) * kLanes,
+                       block.num_rows(), panels.rows(p), out_rows + p * kPanelRows,
+                       block.first_row);
   }
 }
 
-template <class Type>
+// Rows is what h is rounded to, too.
+template <class Rows, class Weights, class Out>
 void expert_tile_of(const ExpertTile& tile, float* scratch) {
   const Panels panels{tile.num_rows};
   const ScratchLayout at(tile.num_rows, tile.hidden, tile.intermediate);
-  pack_rows<Type>(tile.rows, panels, tile.hidden, scratch + at.x);
-  gate_up<Type>(tile, panels, scratch + at.x, scratch + at.weights, scratch + at.sums,
-                scratch + at.h);
-  project<Type>(tile.down, tile.intermediate, tile.hidden, panels, scratch + at.h,
-                scratch + at.weights, scratch + at.sums, tile.out_rows);
+  pack_rows<Rows>(tile.rows, panels, tile.hidden, scratch + at.x);
+  gate_up<Weights, Rows>(tile, panels, scratch + at.x, scratch + at.weights, scratch + at.sums,
+                         scratch + at.h);
+  if (tile.is_fp8) round_hidden(panels, tile.intermediate, scratch + at.h);
+  project<Weights, Out>(tile.down, tile.intermediate, tile.hidden, panels, scratch + at.h,
+                        scratch + at.weights, scratch + at.sums, tile.out_rows);
 }
 
 void expert_tile_isa(const ExpertTile& tile, std::byte* scratch) {
   auto* floats = reinterpret_cast<float*>(scratch);
-  tile.dtype == DType::kBF16 ? expert_tile_of<BF16>(tile, floats)
-                             : expert_tile_of<F32>(tile, floats);
+  const bool is_bf16 = tile.dtype == DType::kBF16;
+  if (tile.is_fp8) {
+    is_bf16 ? expert_tile_of<F32, E4M3, BF16>(tile, floats)
+            : expert_tile_of<F32, E4M3, F32>(tile, floats);
+  } else {
+    is_bf16 ? expert_tile_of<BF16, BF16, BF16>(tile, floats)
+            : expert_tile_of<F32, F32, F32>(tile, floats);
+  }
 }
 
 // kGemmRows rows at a time, so that their addresses fit on the stack.
@@ -208,7 +243,8 @@ void gemm_tn_isa(int m, int n, int k, const float* x, const float* w, float* c,
     }
     const ScratchLayout at(panels.num_rows, k, 0);
     pack_rows<F32>(rows, panels, k, floats + at.x);
-    project<F32>(w, k, n, panels, floats + at.x, floats + at.weights, floats + at.sums, out_rows);
+    project<F32, F32>(w, k, n, panels, floats + at.x, floats + at.weights, floats + at.sums,
+                      out_rows);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ffi/core/fp8.h"
 #include "ffi/cpu/gemm_isa.h"
 
 namespace iser::cpu {
@@ -47,6 +48,36 @@ struct BF16 {
   static Reg load(const uint16_t* p) { return Vec::widen_bf16(p); }
   static Reg round(Reg value) { return Vec::round_bf16(value); }
 };
+
+// Of ffi/core/fp8.h the sizes alone: its inline functions would be others' too.
+struct E4M3 {
+  using Storage = uint8_t;
+  static float widen(uint8_t code) {
+    const uint32_t magnitude = code & 0x7f, sign = uint32_t{code} << 24 & 0x80000000u;
+    const float value = float_of(magnitude << 20 | sign) * 0x1p120f;  // denormals are kept
+    return magnitude == 0x7f ? float_of(0x7fc00000) : value;
+  }
+  // The nearest e4m3, ties to even, beyond 448 to 448; NaN stays.
+  static float round(float value) {
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
+    const uint32_t kept = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) & 0xfff00000;
+    const float small = float_of(magnitude) + 16384.0f - 16384.0f;  // multiples of 2^-9
+    uint32_t rounded = magnitude < 0x3c800000 ? bits_of(small) : kept;
+    rounded = magnitude >= 0x43e00000 ? 0x43e00000 : rounded;
+    rounded = magnitude > 0x7f800000 ? magnitude : rounded;
+    return float_of(rounded | (bits & 0x80000000));
+  }
+};
+
+// Where the scales of a plane lie: only those of E4M3 have any.
+template <class Type>
+const float* scales_of(const typename Type::Storage*, int, int) {
+  return nullptr;
+}
+template <>
+inline const float* scales_of<E4M3>(const uint8_t* plane, int rows, int columns) {
+  return reinterpret_cast<const float*>(plane + static_cast<size_t>(rows) * columns);
+}
 
 // exp(a) for sums 1 + exp(a): exact enough (2 ulp) up to the overflow to infinity, and any tiny
 // value below exp(-86).

@@ -16,7 +16,14 @@ struct Chunk {
   size_t row_stride;
   int num_rows;
   int depth;
+  const float* scales;  // of E4M3: of the plane's first rows, at the chunk's first k
+  int first_row;        // of the plane
   int padded_rows() const { return ceil_div(num_rows, Vec::kRowStep) * Vec::kRowStep; }
+  // Of row m of the chunk from k on, a multiple of 128.
+  float scale(int m, int k) const {
+    const size_t stride = row_stride / fp8::kBlock;
+    return scales[(first_row + m) / fp8::kBlock * stride + k / fp8::kBlock];
+  }
 };
 
 // Rows [first_row, first_row + num_rows()) of one plane, or of two planes of the same shape, and
@@ -46,8 +53,14 @@ struct WeightBlock {
   int k(int i) const { return i / (row_chunks() * num_planes) * kBlockDepth; }
   Chunk<Type> chunk(int i) const {
     const size_t offset = static_cast<size_t>(first_row + row(i)) * depth + k(i);
-    return {planes[plane(i)] + offset, static_cast<size_t>(depth),
-            min_of(kRowsAtOnce, num_rows() - row(i)), min_of(kBlockDepth, depth - k(i))};
+    const auto* of_plane = planes[plane(i)];
+    const float* scales = scales_of<Type>(of_plane, plane_rows, depth);
+    return {of_plane + offset,
+            static_cast<size_t>(depth),
+            min_of(kRowsAtOnce, num_rows() - row(i)),
+            min_of(kBlockDepth, depth - k(i)),
+            scales ? scales + k(i) / fp8::kBlock : nullptr,
+            first_row + row(i)};
   }
 };
 
@@ -96,6 +109,22 @@ void copy_weights(const Chunk<Type>& chunk, float* dst) {
     int k = 0;
     for (; k + kLanes <= chunk.depth; k += kLanes) Vec::store(dst + k, Type::load(row + k));
     for (; k < chunk.depth; ++k) dst[k] = Type::widen(row[k]);
+  }
+}
+
+// value * scale: depths of E4M3 are multiples of 128.
+template <>
+inline void copy_weights(const Chunk<E4M3>& chunk, float* dst) {
+  for (int m = 0; m < chunk.padded_rows(); ++m, dst += kWeightStride) {
+    if (m >= chunk.num_rows) {
+      memset(dst, 0, sizeof(float) * chunk.depth);
+      continue;
+    }
+    const uint8_t* row = chunk.src + m * chunk.row_stride;
+    for (int k0 = 0; k0 < chunk.depth; k0 += fp8::kBlock) {
+      const float scale = chunk.scale(m, k0);
+      for (int k = k0; k < k0 + fp8::kBlock; ++k) dst[k] = E4M3::widen(row[k]) * scale;
+    }
   }
 }
 

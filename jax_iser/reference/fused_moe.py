@@ -2,15 +2,21 @@
 
 `sum_k topk_weights[t,k] * down(silu(gate(x)) * up(x))` with the rounding of the fused kernels:
 gate and up accumulate in f32, `h` is rounded to x.dtype, down accumulates in f32 and is rounded
-to x.dtype, the weighted sum over k is f32 in k order with one final cast. Dropless.
+to x.dtype, the weighted sum over k is f32 in k order with one final cast. Dropless. With FP8
+weights the products are those of reference/fp8.py.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jax_iser import fp8
+from jax_iser.reference import fp8 as fp8_twin
 
 SCHEMES = ("blocked", "dense")
 _MAX_BLOCK = 128
@@ -32,6 +38,9 @@ def check_fused_moe_arguments(x, topk_ids, topk_weights, gate, up, down) -> None
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
         raise TypeError(f"topk_ids has dtype {topk_ids.dtype}, expected int32")
     hidden = x.shape[1]
+    if fp8.is_fp8(gate):
+        _check_fp8_planes(hidden, gate, up, down)
+        return
     if gate.ndim != 3 or gate.shape[2] != hidden:
         raise ValueError(
             f"gate has shape {gate.shape}, expected [experts, intermediate, {hidden}] for x "
@@ -51,6 +60,20 @@ def check_fused_moe_arguments(x, topk_ids, topk_weights, gate, up, down) -> None
             raise TypeError(f"{name} has dtype {plane.dtype}, x {x.dtype}; cast one of them")
 
 
+def _check_fp8_planes(hidden, gate, up, down):
+    fp8.check_sizes(hidden, 0, "the hidden size", "")
+    if gate.ndim != 2 or not fp8.intermediate_of(gate.shape[1], hidden):
+        raise ValueError(
+            f"gate has shape {gate.shape} of uint8, expected [experts, bytes] of planes "
+            f"[intermediate, {hidden}] of quantize_fp8"
+        )
+    for name, plane in (("up", up), ("down", down)):
+        if not fp8.is_fp8(plane):
+            raise TypeError(f"{name} is {plane.dtype}, gate is uint8: quantise all or none")
+        if plane.shape != gate.shape:
+            raise ValueError(f"{name} has shape {plane.shape}, expected {gate.shape} as gate")
+
+
 def _expert_mlp(rows, gate, up, down):
     """`[n, rows, D]` through one expert each, `[n, I, D]`, `[n, I, D]`, `[n, D, I]`."""
     f32 = jnp.float32
@@ -62,6 +85,8 @@ def _expert_mlp(rows, gate, up, down):
 
 def _take(operand, index):
     """`operand[index]` whose gradient is summed in f32, whatever the operand's type."""
+    if fp8.is_fp8(operand):
+        return operand[index]
     return operand.astype(jnp.float32)[index].astype(operand.dtype)
 
 
@@ -113,9 +138,10 @@ def _route_outputs(x, local_ids, gate, up, down):
     top_k = local_ids.shape[1]
     rows = _block_rows(tokens * top_k, num_experts)
     position, route_of_row, block_expert, used = _layout(local_ids.reshape(-1), num_experts, rows)
+    expert_mlp = fp8_twin.expert_mlp if fp8.is_fp8(gate) else _expert_mlp
 
     def compute(step_rows, step_experts):
-        return _expert_mlp(
+        return expert_mlp(
             _take(x, step_rows // top_k).reshape(-1, rows, hidden),
             *(_take(plane, step_experts) for plane in (gate, up, down)),
         ).reshape(-1, hidden)
@@ -190,7 +216,8 @@ def fused_moe(
         contribute 0, whatever their weight.
       topk_weights: `[tokens, K] f32`.
       gate, up: `[H, I, D]`, x.dtype: this rank's experts, all of them without `axis_name`.
-      down: `[H, D, I]`.
+      down: `[H, D, I]`. Or all three `[H, bytes] u8` of `quantize_fp8`: gradients are then those
+        of the layer with the dequantised weights in x.dtype, and weights have none.
       axis_name: inside `shard_map`, the axis the experts are spread over in order. Tokens of all
         ranks are gathered, each rank computes the routes of its experts, and the rounded outputs
         of the routes return by a sum in which every route has one non-zero term: the result does
@@ -209,24 +236,64 @@ def fused_moe(
     check_fused_moe_arguments(x, topk_ids, topk_weights, gate, up, down)
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not one of {SCHEMES}")
-    num_local = gate.shape[0]
+    if scheme == "dense" and axis_name is not None:
+        raise ValueError('scheme="dense" is for axis_name=None; use "blocked" inside shard_map')
+    if scheme == "dense" and fp8.is_fp8(gate):
+        raise ValueError('scheme="dense" takes no FP8 weights; use "blocked"')
     if topk_ids.size == 0:
         return jnp.zeros_like(x)
+    if scheme == "dense":
+        is_valid = (topk_ids >= 0) & (topk_ids < gate.shape[0])
+        return _dense(x, topk_ids, topk_weights, is_valid, gate, up, down)
+    blocked = _blocked_fp8 if fp8.is_fp8(gate) else _blocked
+    return blocked(axis_name, x, topk_weights, topk_ids, (gate, up, down))
+
+
+def _blocked(axis_name, x, topk_weights, topk_ids, planes):
+    """The routed experts by blocks of routes."""
+    num_local = planes[0].shape[0]
     if axis_name is None:
         is_valid = (topk_ids >= 0) & (topk_ids < num_local)
-        if scheme == "dense":
-            return _dense(x, topk_ids, topk_weights, is_valid, gate, up, down)
-        outputs = _route_outputs(x, topk_ids, gate, up, down)
+        outputs = _route_outputs(x, topk_ids, *planes)
         return _combine(outputs, topk_weights, is_valid, x.dtype)
-    if scheme == "dense":
-        raise ValueError('scheme="dense" is for axis_name=None; use "blocked" inside shard_map')
     is_valid = (topk_ids >= 0) & (topk_ids < num_local * lax.axis_size(axis_name))
     all_x = lax.all_gather(x, axis_name, tiled=True)
     all_ids = lax.all_gather(topk_ids, axis_name, tiled=True)
     local_ids = all_ids - lax.axis_index(axis_name) * num_local
-    outputs = _route_outputs(all_x, local_ids, gate, up, down)
+    outputs = _route_outputs(all_x, local_ids, *planes)
     outputs = lax.psum_scatter(outputs, axis_name, tiled=True)
     return _combine(outputs, topk_weights, is_valid, x.dtype)
+
+
+# Rounding to e4m3 has no gradient of its own: it counts as the identity.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked_fp8(axis_name, x, topk_weights, topk_ids, planes):
+    return _blocked(axis_name, x, topk_weights, topk_ids, planes)
+
+
+def _forward_fp8(axis_name, *operands):
+    return _blocked_fp8(axis_name, *operands), operands
+
+
+def _backward_fp8(axis_name, operands, cotangent):
+    x, topk_weights, topk_ids, planes = operands
+    hidden = x.shape[1]
+    wide = (fp8.intermediate_of(planes[0].shape[1], hidden), hidden)
+    shapes = (wide, wide, wide[::-1])
+    dequantised = tuple(
+        fp8.dequantize_fp8(plane, *shape).astype(x.dtype)
+        for plane, shape in zip(planes, shapes, strict=True)
+    )
+
+    def plain(x, topk_weights):
+        return _blocked(axis_name, x, topk_weights, topk_ids, dequantised)
+
+    _, pull = jax.vjp(plain, x, topk_weights)
+    no_gradient = lambda a: np.zeros(a.shape, jax.dtypes.float0)  # noqa: E731
+    return *pull(cotangent), *jax.tree.map(no_gradient, (topk_ids, planes))
+
+
+_blocked_fp8.defvjp(_forward_fp8, _backward_fp8)
 
 
 def fused_moe_numpy(x, topk_ids, topk_weights, gate, up, down) -> np.ndarray:
@@ -239,6 +306,10 @@ def fused_moe_numpy(x, topk_ids, topk_weights, gate, up, down) -> np.ndarray:
     outputs = np.zeros((*topk_ids.shape, x.shape[1]), f32)
     for expert in range(gate.shape[0]):
         token, k = np.nonzero(topk_ids == expert)
+        if fp8.is_fp8(gate):
+            planes = (plane[expert] for plane in (gate, up, down))
+            outputs[token, k] = fp8_twin.expert_mlp_numpy(x[token], *planes).astype(f32)
+            continue
         rows = x[token].astype(f32)
         gated = rows @ gate[expert].astype(f32).T
         with np.errstate(over="ignore"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_iser import fp8
 from jax_iser.planner import Plan
 from jax_iser.reference import planner
 from jax_iser.reference.fused_moe import fused_moe
@@ -19,9 +20,9 @@ BALANCES = ("haloq", "none")
 
 
 def _select_layer(weights, layer):
-    """The planes of one layer, `[V*H, I, D]`, of weights that may come stacked `[L, ...]`."""
+    """The planes of one layer, `[V*H, ...]`, of weights that may come stacked `[L, ...]`."""
     gate, up, down = weights
-    if gate.ndim == 4:
+    if fp8.is_stacked(gate):
         return gate[layer], up[layer], down[layer]
     return gate, up, down
 
@@ -112,7 +113,7 @@ def moe_layer(
       topk_ids: `[tokens, K] i32`; ids outside the experts of all ranks contribute 0.
       topk_weights: `[tokens, K] f32`.
       weights: `ExpertWeights` of this device's ranks, `[V*H, I, D]` (down `[V*H, D, I]`), or
-        stacked `[L, ...]` with `layer`.
+        FP8 `[V*H, bytes]`, or either stacked `[L, ...]` with `layer`.
       domain: a `DomainHandle`, read for its sizes and knobs only, or None: then one rank a device.
       layer: int or i32 scalar; selects from stacked weights.
       shared_expert: callable `[tokens, D] -> [tokens, D]` whose result is added.
