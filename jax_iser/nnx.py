@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jax_iser import fp8
+from jax_iser.config import WEIGHT_DTYPES
 from jax_iser.planner import Plan
 from jax_iser.router import check_router_arguments, route, router_logits
 from jax_iser.shared_expert import shared_expert
@@ -20,6 +22,10 @@ FORCED_ROUTINGS = ("balanced",)
 
 class RoutedBias(nnx.Variable):
     """The router's selection bias `[num_experts] f32`: moved by a balancing rule, no gradient."""
+
+
+class Fp8Plane(nnx.Variable):
+    """A plane of expert weights `[num_experts, bytes] u8` of `quantize_fp8`: not trained."""
 
 
 class AttachedDomain(nnx.Variable):
@@ -79,7 +85,8 @@ class MoE(nnx.Module):
         `num_shared_experts * shared_intermediate_size` (default: `intermediate_size` each).
       shared_expert_sms: on GPUs, SMs that its products may use; see `jax_iser.shared_expert`.
       dtype: of the computation (default: the input's). param_dtype: of the expert weights; the
-        router's are f32.
+        router's are f32. weight_dtype: `"float8_e4m3fn"` keeps the expert weights as `Fp8Plane`s,
+        quantised when they are made or loaded; gradients do not touch them.
       mesh, axis: experts are spread over `axis` of `mesh`, and the input's leading dimension with
         them. `mesh=None`: one rank, no `shard_map`, `method="reference"`.
       balance: `"haloq"`, or `"none"`: every route runs at its expert's home (use it to train).
@@ -114,6 +121,7 @@ class MoE(nnx.Module):
         shared_expert_sms: int | None = None,
         dtype=None,
         param_dtype=jnp.float32,
+        weight_dtype: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
         axis: str = "ep",
         balance: str = "haloq",
@@ -126,12 +134,14 @@ class MoE(nnx.Module):
         self.method = _check_method(method, mesh, axis, num_experts)
         if balance not in ("haloq", "none"):
             raise ValueError(f'balance={balance!r} is not one of ("haloq", "none")')
+        _check_weight_dtype(weight_dtype, hidden_size, intermediate_size, reference_scheme)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.score_function, self.norm_topk_prob = score_function, norm_topk_prob
         self.num_groups, self.top_k_groups = num_groups, top_k_groups
         self.routed_scaling_factor = routed_scaling_factor
         self.dtype, self.mesh, self.axis = dtype, mesh, axis
+        self.weight_dtype = weight_dtype
         self.balance, self.layer, self.reference_scheme = balance, layer, reference_scheme
         planes = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
         matrix = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -144,7 +154,10 @@ class MoE(nnx.Module):
             return kind(value, out_sharding=sharding, mesh=mesh)
 
         def expert_plane(shape):
-            return make(nnx.Param, planes(rngs.params(), shape, param_dtype), (axis, None, None))
+            plane = planes(rngs.params(), shape, param_dtype)
+            if weight_dtype is not None:
+                return make(Fp8Plane, fp8.quantize_plane(plane), (axis, None))
+            return make(nnx.Param, plane, (axis, None, None))
 
         def replicated(shape, kind_dtype=param_dtype):
             return make(nnx.Param, matrix(rngs.params(), shape, kind_dtype))
@@ -213,7 +226,8 @@ class MoE(nnx.Module):
             names = (self.shared_gate, self.shared_up, self.shared_down)
             shared = tuple(p[...].astype(dtype) for p in names)
         bias = None if self.routed_bias is None else self.routed_bias[...]
-        experts = tuple(p[...].astype(dtype) for p in (self.gate, self.up, self.down))
+        planes = (p[...] for p in (self.gate, self.up, self.down))
+        experts = tuple(p if fp8.is_fp8(p) else p.astype(dtype) for p in planes)
         return (self.router[...], bias, shared), experts
 
     def _on_mesh(self, tokens, replicated, experts, domain, layer, forced_routing):
@@ -299,8 +313,12 @@ class MoE(nnx.Module):
         """Records telemetry for `nnx.capture`; outside of it a module must not change."""
         if not hasattr(self, "__captures__"):
             return
-        bundle_bytes = 3 * self.hidden_size * self.intermediate_size * jnp.dtype(dtype).itemsize
-        values = plan_telemetry(plan, bundle_bytes) | {"plan": plan, "topk_ids": topk_ids}
+        sizes = (self.intermediate_size, self.hidden_size)
+        if self.weight_dtype is None:
+            plane_bytes = sizes[0] * sizes[1] * jnp.dtype(dtype).itemsize
+        else:
+            plane_bytes = fp8.plane_bytes(*sizes)
+        values = plan_telemetry(plan, 3 * plane_bytes) | {"plan": plan, "topk_ids": topk_ids}
         for name, value in values.items():
             self.sow(nnx.Intermediate, name, value)
 
@@ -324,6 +342,16 @@ def _check_method(method, mesh, axis, num_experts):
     return method
 
 
+def _check_weight_dtype(weight_dtype, hidden_size, intermediate_size, reference_scheme):
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"weight_dtype={weight_dtype!r} is not one of {WEIGHT_DTYPES}")
+    if weight_dtype is None:
+        return
+    fp8.check_sizes(hidden_size, intermediate_size, "hidden_size", "intermediate_size")
+    if reference_scheme == "dense":
+        raise ValueError('reference_scheme="dense" takes no FP8 weights; use "blocked"')
+
+
 def attach(model: nnx.Module, domain) -> None:
     """Gives every `MoE` of `model` the handle of `domain` (a Domain or a handle; None detaches).
 
@@ -343,7 +371,7 @@ def attach(model: nnx.Module, domain) -> None:
 
 
 def _check_fits(module, config):
-    for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+    for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "weight_dtype"):
         if getattr(module, name) != getattr(config, name):
             raise ValueError(
                 f"the Domain was made for {name}={getattr(config, name)}, an MoE of the model has "
@@ -361,7 +389,8 @@ def load_hf(moe: MoE, tensors: Mapping[str, jax.Array], prefix: str = "") -> Non
     """Loads one MoE block from tensors with Hugging Face names.
 
     Args:
-      moe: the module; its shapes and dtypes decide what is expected.
+      moe: the module; its shapes and dtypes decide what is expected. With `weight_dtype` experts
+        are quantised one by one.
       tensors: by name: `mlp.gate.weight` `[E, D]`, `mlp.gate.e_score_correction_bias` `[E]`,
         `mlp.experts.N.{gate,up,down}_proj.weight`, `mlp.shared_expert(s).*_proj.weight`.
       prefix: what stands before `mlp.`, such as `model.layers.3.`.
@@ -384,9 +413,10 @@ def load_hf(moe: MoE, tensors: Mapping[str, jax.Array], prefix: str = "") -> Non
         )
     d, i = moe.hidden_size, moe.intermediate_size
     shapes = {"gate": (i, d), "up": (i, d), "down": (d, i)}
+    convert = (lambda a: a) if moe.weight_dtype is None else fp8.quantize_plane
     for plane, shape in shapes.items():
         names = (f"mlp.experts.{e}.{plane}_proj.weight" for e in range(moe.num_experts))
-        _assign(getattr(moe, plane), jnp.stack([get(name, shape) for name in names]))
+        _assign(getattr(moe, plane), jnp.stack([convert(get(name, shape)) for name in names]))
     _assign(moe.router, get("mlp.gate.weight", (moe.num_experts, d)))
     if moe.routed_bias is not None:
         name = "mlp.gate.e_score_correction_bias"
