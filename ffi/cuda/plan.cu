@@ -94,8 +94,8 @@ __device__ inline Smem at_base(const Smem& layout, uint8_t* shared) {
             plan.node_foreign, plan.widest, plan.can_trade, plan.level, plan.schedule, plan.pairs,
             plan.pair_words);
   RewriteArrays& rewrite = smem.rewrite;
-  place_all(shared, rewrite.home, rewrite.share, rewrite.slot_start, rewrite.warp_sums,
-            rewrite.open, rewrite.slot);
+  place_all(shared, rewrite.home, rewrite.runs, rewrite.slot_start, rewrite.warp_sums,
+            rewrite.run_begin, rewrite.run_start, rewrite.run_slot);
   return smem;
 }
 
@@ -110,15 +110,16 @@ struct Stamps {
   }
 };
 
+// After a barrier since the table was last read; `version` is what it was filled for.
 __device__ void update_slot_table(const PlanConfig& config, const PlanArrays& arrays,
-                                  SlotTable* table, int32_t weights_version) {
+                                  SlotTable* table, int32_t version, int32_t weights_version) {
   const int32_t slots = config.slots.num_helper_slots;
-  if (table->weights_version != weights_version) {
+  if (version != weights_version) {
     for (int32_t i = threadIdx.x; i < config.max_broadcasts(); i += blockDim.x) {
       table->expert[i] = -1;
     }
+    __syncthreads();
   }
-  __syncthreads();
   for (int32_t b = threadIdx.x; b < arrays.scalars[kCount]; b += blockDim.x) {
     const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
     for (int32_t r = hosts.begin; r < hosts.end; ++r) {
@@ -275,16 +276,34 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     *smem.plan.hash = 0;
     smem.flags[1] = 1;
   }
+  // The last CTA writes what the device has once.
+  const bool is_writer = blockIdx.x == gridDim.x - 1;
+  SlotTable* slot_table = nullptr;
+  int32_t slot_version = 0;
+  if (is_writer && table.slot_tables) {
+    slot_table = reinterpret_cast<SlotTable*>(table.slot_tables + layer % table.shape.num_banks *
+                                                                      slot_table_bytes(config));
+    slot_version = slot_table->weights_version;
+  }
+  const int32_t* resident =
+      slot_table && slot_version == cell.params.weights_version ? slot_table->expert : nullptr;
+  uint64_t hash = 0;
   PlanConfig effective = config;
   if (!cell.params.is_balanced) effective.gain_threshold = INT32_MAX;  // never worth it
-  derive(effective, mail_counts(sizes, table.head(), generation), smem.plan, smem.counts_copy,
-         stamps, [&](int32_t first) {
-           start_rewrite(config, smem.plan, smem.rewrite, rank, first);
-           if (warp_index() == 1 && !tags_agree(table, tag, rank)) smem.flags[1] = 0;
-           if (warp_index() == 2 && smem.packed) {
-             order_experts(experts, smem.cta_counts, smem.before_cta, smem.order);
-           }
-         });
+  derive(
+      effective, mail_counts(sizes, table.head(), generation), smem.plan, smem.counts_copy, stamps,
+      [&](int32_t first) {
+        start_rewrite(config, smem.plan, smem.rewrite, rank, first);
+        if (warp_index() == 1 && !tags_agree(table, tag, rank)) smem.flags[1] = 0;
+        if (warp_index() == 2 && smem.packed) {
+          order_experts(experts, smem.cta_counts, smem.before_cta, smem.order);
+        }
+      },
+      [&](int32_t b) {
+        if (!is_writer || smem.flags[1] == 0) return;
+        write_row(config, smem.plan, b, resident, reinterpret_cast<Broadcast*>(outputs.broadcasts),
+                  hash);
+      });
   if (smem.flags[1] == 0) {
     write_failure(config, outputs, num_local * num_routes, generation, error_code(table));
     cluster_wait();
@@ -293,14 +312,16 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
   // Every rank has read the last generation: it has arrived with this one.
   share_out(config, smem.plan, smem.rewrite, rank);
+  if (is_writer) {
+    write_loads(config, smem.plan, hash, outputs.load_before, outputs.load, outputs.num_broadcasts);
+  }
   __syncthreads();
   const int32_t num_slots = config.slots.num_slots();
   scan_slots(num_slots, smem.rewrite);
   spread_starts(config, smem.plan, smem.rewrite);
   const BlockView block = table.block(rank);
   int32_t* send_routes = block.section<int32_t>(Section::kSendRoutes);
-  rewrite_routes(config, smem.plan, smem.rewrite, range, smem.order, packed, route_slot,
-                 send_routes);
+  rewrite_routes(smem.rewrite, range, smem.order, packed, route_slot, send_routes);
   if (smem.packed) {
     __syncthreads();
     store_ordered(range, smem.order, packed, send_routes);
@@ -312,19 +333,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
   }
   write_quota(config, smem.plan, outputs.quota, blockIdx.x, gridDim.x);
-  if (blockIdx.x == gridDim.x - 1) {
-    SlotTable* slot_table =
-        table.slot_tables
-            ? reinterpret_cast<SlotTable*>(table.slot_tables +
-                                           layer % table.shape.num_banks * slot_table_bytes(config))
-            : nullptr;
-    const bool holds = slot_table && slot_table->weights_version == cell.params.weights_version;
-    write_rows(config, smem.plan, holds ? slot_table->expert : nullptr,
-               reinterpret_cast<Broadcast*>(outputs.broadcasts), outputs.load_before, outputs.load,
-               outputs.num_broadcasts);
-    __syncthreads();
+  if (is_writer) {
     if (slot_table && !call.is_plan_only) {
-      update_slot_table(config, smem.plan, slot_table, cell.params.weights_version);
+      update_slot_table(config, smem.plan, slot_table, slot_version, cell.params.weights_version);
     }
     for (int32_t v = threadIdx.x; v < table.ranks_per_device; v += blockDim.x) {
       table.block(table.first_rank + v).words()->plan_hash = *smem.plan.hash;
@@ -356,9 +367,14 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   stamps.mark_ns(PlanStamp::kStartNs);
   stamps.mark(PlanStamp::kExchanged);
   if (threadIdx.x == 0) *smem.plan.hash = 0;
-  derive(config, call.counts, smem.plan, smem.counts_copy, stamps, [](int32_t) {});
-  write_rows(config, smem.plan, call.resident, call.plan.broadcasts, call.plan.load_before,
-             call.plan.load, call.plan.num_broadcasts);
+  uint64_t hash = 0;
+  derive(
+      config, call.counts, smem.plan, smem.counts_copy, stamps, [](int32_t) {},
+      [&](int32_t b) {
+        write_row(config, smem.plan, b, call.resident, call.plan.broadcasts, hash);
+      });
+  write_loads(config, smem.plan, hash, call.plan.load_before, call.plan.load,
+              call.plan.num_broadcasts);
   write_quota(config, smem.plan, call.plan.quota, 0, 1);
   __syncthreads();
   if (threadIdx.x == 0) {

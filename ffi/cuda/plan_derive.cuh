@@ -26,11 +26,14 @@ __device__ inline int32_t helper_index(const Nodes& nodes, const PlanArrays& arr
 __device__ inline bool is_pure(const Nodes& nodes, const PlanArrays& arrays, int32_t node) {
   const int32_t level = nodes.level(node), group = node - nodes.first(level);
   bool pure = arrays.node_foreign[node] == 0;
+#pragma unroll 1
   for (int32_t l = 0; l < level; ++l) {
     pure = pure && arrays.node_count[nodes.first(l) + (group >> (level - l))] == 0;
   }
+#pragma unroll 1
   for (int32_t l = level + 1; l < nodes.levels; ++l) {
     const int32_t first = nodes.first(l) + (group << (l - level));
+#pragma unroll 1
     for (int32_t i = 0; i < 1 << (l - level); ++i) pure = pure && arrays.node_count[first + i] == 0;
   }
   return pure;
@@ -41,6 +44,7 @@ __device__ inline CopyWay copy_way(const PlanConfig& config, const PlanArrays& a
                                    const int32_t* resident) {
   const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
   bool held = resident != nullptr;
+#pragma unroll 1
   for (int32_t r = hosts.begin; held && r < hosts.end; ++r) {
     held = resident[r * config.slots.num_helper_slots + arrays.helper[b]] == arrays.expert[b];
   }
@@ -59,8 +63,9 @@ __device__ inline Broadcast broadcast_row(const PlanConfig& config, const PlanAr
                                           int32_t b, const int32_t* resident) {
   if (b >= arrays.scalars[kCount]) return {-1, -1, -1, -1, -1, -1};
   const Row row{arrays.rows[b]};
+  const Nodes nodes{config.slots.num_ranks, arrays.sizes.num_levels};
   return {arrays.expert[b], row.owner(),
-          row.level(),      row.begin() / (config.slots.num_ranks >> row.level()),
+          row.level(),      arrays.node[b] - nodes.first(row.level()),
           arrays.helper[b], static_cast<int32_t>(copy_way(config, arrays, b, resident))};
 }
 
@@ -74,18 +79,23 @@ __device__ inline int32_t quota_of(const PlanConfig& config, const PlanArrays& a
          lack_of(arrays, b, hosts, rank, arrays.scalars[kIsDense]);
 }
 
-// Helper indices, by threads first..blockDim.
+// Helper indices, by threads first..blockDim, each of which goes on with `use` of its broadcast.
+template <typename Use>
 __device__ inline void find_helpers(const PlanConfig& config, const PlanArrays& arrays,
-                                    int32_t first) {
+                                    int32_t first, Use use) {
   const Nodes nodes{config.slots.num_ranks, arrays.sizes.num_levels};
+  const int32_t count = arrays.scalars[kCount];
 #pragma unroll 1
-  for (int32_t b = threadIdx.x - first; b < arrays.scalars[kCount]; b += blockDim.x - first) {
-    arrays.helper[b] = helper_index(nodes, arrays, b);
+  for (int32_t b = threadIdx.x - first; b < config.max_broadcasts(); b += blockDim.x - first) {
+    if (b < count) arrays.helper[b] = helper_index(nodes, arrays, b);
+    use(b);
   }
 }
 
 // What is left after place(), for any number of ranks and broadcasts: helper indices and stage 4.
-__device__ inline void repair_by_levels(const PlanConfig& config, const PlanArrays& arrays) {
+template <typename Use>
+__device__ inline void repair_by_levels(const PlanConfig& config, const PlanArrays& arrays,
+                                        Use use) {
   const int32_t warp = warp_index();
   if (arrays.scalars[kCount] > 0) {
     index_hosts(config, arrays);
@@ -96,7 +106,7 @@ __device__ inline void repair_by_levels(const PlanConfig& config, const PlanArra
     if (warp == 0) {
       level_pairs(config, arrays);
     } else {
-      find_helpers(config, arrays, 32);
+      find_helpers(config, arrays, 32, use);
     }
     __syncthreads();
     schedule_pairs(config, arrays);
@@ -104,14 +114,18 @@ __device__ inline void repair_by_levels(const PlanConfig& config, const PlanArra
     prepare_pairs(config, arrays);
     __syncthreads();
     if (warp < num_repair_warps(config)) repair(config, arrays);
+  } else {
+    find_helpers(config, arrays, 0, use);
   }
 }
 
-// Stages 2 to 4. `beside_place` runs on the threads that do not place, and gets the first of them.
-// Ends with a barrier.
-template <typename Stamps, typename BesidePlace>
+// Stages 2 to 4. `beside_place` runs on the threads that do not place, and gets the first of them;
+// `use_row` once for each row that a plan may have, when all but its quotas is known, beside
+// repair. Ends with a barrier.
+template <typename Stamps, typename BesidePlace, typename UseRow>
 __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArrays& arrays,
-                       int32_t* copy, const Stamps& stamps, BesidePlace beside_place) {
+                       int32_t* copy, const Stamps& stamps, BesidePlace beside_place,
+                       UseRow use_row) {
   const int32_t warp = warp_index();
   sum_counts(config, counts, arrays, copy);
   arrays.counts = copy ? copy : counts;
@@ -129,42 +143,46 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
     place(config, arrays);
   }
   __syncthreads();
-  if (fits_warp && !arrays.scalars[kIsDense]) {
+  if (__builtin_expect(fits_warp && !arrays.scalars[kIsDense], 0)) {
     if (warp == 0) place(config, arrays);
     __syncthreads();
   }
   stamps.mark(PlanStamp::kPlaced);
-  if (!arrays.scalars[kIsDense]) {
-    repair_by_levels(config, arrays);
+  if (__builtin_expect(!arrays.scalars[kIsDense], 0)) {
+    repair_by_levels(config, arrays, use_row);
   } else if (warp == 0) {
     repair_on_warp(config, arrays, masks);
   } else {
-    find_helpers(config, arrays, 32);
+    find_helpers(config, arrays, 32, use_row);
   }
   __syncthreads();
   stamps.mark(PlanStamp::kRepaired);
 }
 
-// The broadcast rows, the loads and the hash: one CTA, which needs a barrier before it reads the
-// hash in arrays.hash.
-__device__ inline void write_rows(const PlanConfig& config, const PlanArrays& arrays,
-                                  const int32_t* resident, Broadcast* broadcasts,
-                                  int32_t* load_before, int32_t* load, int32_t* num_broadcasts) {
-  const int32_t count = arrays.scalars[kCount];
-  uint64_t hash = threadIdx.x == 0 ? hash_term(0, count) : 0;
-  for (int32_t b = threadIdx.x; b < config.max_broadcasts(); b += blockDim.x) {
-    const Broadcast row = broadcast_row(config, arrays, b, resident);
-    broadcasts[b] = row;
-    if (b < count) hash += broadcast_terms(config, row, b);
-  }
-  const int32_t ranks = config.slots.num_ranks;
+// A row of the plan with its share of the hash: derive's `use_row`.
+__device__ inline void write_row(const PlanConfig& config, const PlanArrays& arrays, int32_t b,
+                                 const int32_t* resident, Broadcast* broadcasts, uint64_t& hash) {
+  const Broadcast row = broadcast_row(config, arrays, b, resident);
+  broadcasts[b] = row;
+  if (b < arrays.scalars[kCount]) hash += broadcast_terms(config, row, b);
+}
+
+// After derive: the loads, and the hash to which the threads have `hash` to add. The hash is whole
+// after a barrier.
+__device__ inline void write_loads(const PlanConfig& config, const PlanArrays& arrays,
+                                   uint64_t hash, int32_t* load_before, int32_t* load,
+                                   int32_t* num_broadcasts) {
+  const int32_t ranks = config.slots.num_ranks, count = arrays.scalars[kCount];
+  if (threadIdx.x == 0) hash += hash_term(0, count);
+#pragma unroll 1
   for (int32_t b = warp_index(); b < count; b += blockDim.x / 32) {
+#pragma unroll 1
     for (int32_t r = threadIdx.x % 32; r < ranks; r += 32) {
       hash += quota_term(config, b, r, quota_of(config, arrays, b, r));
     }
   }
   for (int d = 16; d > 0; d /= 2) hash += __shfl_xor_sync(kFullWarp, hash, d);
-  if (threadIdx.x % 32 == 0) {
+  if (threadIdx.x % 32 == 0 && hash != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(arrays.hash),
               static_cast<unsigned long long>(hash));
   }

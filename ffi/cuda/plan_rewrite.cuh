@@ -113,12 +113,14 @@ struct HomeEntry {
   }
 };
 
-// Of each broadcast, as this source sees it.
-struct __align__(16) SourceShare {
-  int32_t kept;     // routes that stay
-  int32_t surplus;  // surplus of the ranks before
-  int32_t slot;     // of the kept ones
-  int32_t start;    // of that slot
+// Of each broadcast, the runs that this source's places fall into: a place of run i or later is at
+// least begin[i - 1]. Where there are more than four, the others begin at their `start`s.
+struct __align__(16) SourceRuns {
+  int32_t begin[3];
+  uint32_t first_and_count;
+
+  __device__ int32_t first() const { return first_and_count & 0xffff; }
+  __device__ int32_t count() const { return first_and_count >> 16; }
 };
 
 // The CTA's routes by expert and place; null where they do not fit in shared memory.
@@ -149,24 +151,28 @@ __device__ inline void order_experts(int32_t num_experts, const int32_t* cta_cou
   }
 }
 
+constexpr uint16_t kNoSlot = 0xffff;
+
 struct RewriteArrays {
   HomeEntry* home;      // [E]
-  SourceShare* share;   // [B]
+  SourceRuns* runs;     // [B]
   int32_t* slot_start;  // [num_slots + 1]; counts at first
   int32_t* warp_sums;   // [warps]
-  int32_t* open;        // [entries] spare of the hosts before
-  int32_t* slot;        // [entries]
+  int32_t* run_begin;   // [entries + B] first place
+  int32_t* run_start;   // [entries + B] where place 0 would be
+  uint16_t* run_slot;   // [entries + B] or kNoSlot
 };
 
 inline void carve_rewrite(const PlanConfig& config, int32_t num_warps, Carver& carver,
                           RewriteArrays& arrays) {
   const size_t rows = config.max_broadcasts();
   arrays.home = carver.take<HomeEntry>(config.slots.num_experts);
-  arrays.share = carver.take<SourceShare>(rows);
+  arrays.runs = carver.take<SourceRuns>(rows);
   arrays.slot_start = carver.take<int32_t>(config.slots.num_slots() + 1);
   arrays.warp_sums = carver.take<int32_t>(num_warps);
-  arrays.open = carver.take<int32_t>(2 * rows);
-  arrays.slot = carver.take<int32_t>(2 * rows);
+  arrays.run_begin = carver.take<int32_t>(3 * rows);
+  arrays.run_start = carver.take<int32_t>(3 * rows);
+  arrays.run_slot = carver.take<uint16_t>(3 * rows);
 }
 
 // Everything at home: what threads first..blockDim write while others place.
@@ -201,7 +207,18 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
     for (int32_t r = lane; r < source; r += 32) before += surplus_of(r);
     before = __reduce_add_sync(kFullWarp, before);
     const int32_t own = surplus_of(source), kept = plan.counts[source * experts + expert] - own;
-    int32_t carry = 0;
+    const int32_t first_run = hosts.start + b, own_slot = source * stride + home + helper;
+    int32_t carry = 0, num_runs = kept > 0;
+    if (lane == 0) {
+      rewrite.home[expert].slot_and_broadcast |= static_cast<uint32_t>(b + 1) << 16;
+      rewrite.runs[b] = {{INT32_MAX, INT32_MAX, INT32_MAX}, 0};
+      if (kept > 0) {
+        rewrite.run_begin[first_run] = 0;
+        rewrite.run_slot[first_run] = source == hosts.owner ? home_slot : own_slot;
+      }
+    }
+    __syncwarp();
+#pragma unroll 1
     for (int32_t first = 0; first < hosts.count(); first += 32) {
       const int32_t i = first + lane;
       const bool is_host = i < hosts.count();
@@ -216,18 +233,26 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
       }
       close += carry;
       carry = __shfl_sync(kFullWarp, close, 31);
-      if (!is_host) continue;
       const int32_t open = close - spare;
-      const int32_t taken = haloq::positive(min(close, before + own) - max(open, before));
-      const int32_t slot = host == hosts.owner ? home_slot : host * stride + home + helper;
-      rewrite.open[hosts.start + i] = open;
-      rewrite.slot[hosts.start + i] = slot;
-      rewrite.slot_start[slot] = host == source ? kept + taken : taken;
+      const int32_t taken =
+          is_host ? haloq::positive(min(close, before + own) - max(open, before)) : 0;
+      const uint32_t takers = __ballot_sync(kFullWarp, taken > 0);
+      if (is_host) {
+        const int32_t slot = host == hosts.owner ? home_slot : host * stride + home + helper;
+        rewrite.slot_start[slot] = host == source ? kept + taken : taken;
+        if (taken > 0) {
+          const int32_t run = num_runs + __popc(takers & ((1u << lane) - 1));
+          const int32_t begin = kept + max(open - before, 0);
+          rewrite.run_begin[first_run + run] = begin;
+          rewrite.run_slot[first_run + run] = slot;
+          if (run >= 1 && run <= 3) rewrite.runs[b].begin[run - 1] = begin;
+        }
+      }
+      num_runs += __popc(takers);
     }
-    if (lane == 0) {
-      rewrite.home[expert].slot_and_broadcast |= static_cast<uint32_t>(b + 1) << 16;
-      rewrite.share[b] = {kept, before,
-                          source == hosts.owner ? home_slot : source * stride + home + helper, 0};
+    if (lane == 0) rewrite.runs[b].first_and_count = first_run | num_runs << 16;
+    for (int32_t run = num_runs + lane; run <= hosts.count(); run += 32) {
+      rewrite.run_slot[first_run + run] = kNoSlot;
     }
   }
 }
@@ -265,73 +290,81 @@ __device__ inline void spread_starts(const PlanConfig& config, const PlanArrays&
   for (int32_t e = threadIdx.x; e < config.slots.num_experts; e += blockDim.x) {
     rewrite.home[e].start = rewrite.slot_start[rewrite.home[e].slot()];
   }
-  for (int32_t b = threadIdx.x; b < plan.scalars[kCount]; b += blockDim.x) {
-    // A source that hosts nothing of it keeps nothing.
-    if (rewrite.share[b].kept > 0) {
-      rewrite.share[b].start = rewrite.slot_start[rewrite.share[b].slot];
-    }
+  const int32_t num_runs = plan.scalars[kEntries] + plan.scalars[kCount];
+  for (int32_t i = threadIdx.x; i < num_runs; i += blockDim.x) {
+    const uint16_t slot = rewrite.run_slot[i];
+    if (slot != kNoSlot) rewrite.run_start[i] = rewrite.slot_start[slot] - rewrite.run_begin[i];
   }
   __syncthreads();
 }
 
-struct RoutePlace {
-  int32_t slot, position;
-};
-
-// Where the `place`-th route of the source to a replicated expert goes.
-__device__ inline RoutePlace shared_place(const PlanConfig& config, const PlanArrays& plan,
-                                          const RewriteArrays& rewrite, int32_t b, int32_t place) {
-  const SourceShare share = rewrite.share[b];
-  if (place < share.kept) return {share.slot, share.start + place};
-  // The last host whose spare opens at or before this route.
-  const Hosts hosts(Row{plan.rows[b]}, config.slots.num_ranks);
-  const int32_t at = share.surplus + place - share.kept;
-  int32_t low = hosts.start, high = hosts.start + hosts.count();
-  while (high - low > 1) {
-    const int32_t middle = (low + high) / 2;
-    (rewrite.open[middle] <= at ? low : high) = middle;
+// The run of the source's `place`-th route to a replicated expert.
+__device__ inline int32_t run_of(const RewriteArrays& rewrite, const SourceRuns& runs,
+                                 int32_t place) {
+  int32_t run = (place >= runs.begin[0]) + (place >= runs.begin[1]) + (place >= runs.begin[2]);
+  if (run == 3) {
+    while (run + 1 < runs.count() && place >= rewrite.run_begin[runs.first() + run + 1]) ++run;
   }
-  const int32_t slot = rewrite.slot[low];
-  return {slot, rewrite.slot_start[slot] + at - max(rewrite.open[low], share.surplus)};
+  return runs.first() + run;
 }
 
-// Slots of the CTA's routes, and where each goes in the send list, in place of its packed word.
-__device__ inline void rewrite_routes(const PlanConfig& config, const PlanArrays& plan,
-                                      const RewriteArrays& rewrite, const RouteRange& range,
+// Slots of the CTA's routes, and where each goes in the send list, in place of its packed word. A
+// batch's loads are in flight together.
+__device__ inline void rewrite_routes(const RewriteArrays& rewrite, const RouteRange& range,
                                       const ExpertOrder& order, uint32_t* packed,
                                       int32_t* route_slot, int32_t* send_routes) {
   constexpr int32_t kBatch = 6;
   const int32_t lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int32_t first = range.warp_begin; first < range.warp_end; first += 32 * kBatch) {
-    RoutePlace to[kBatch];
-    int32_t broadcast[kBatch], place[kBatch];
+    int32_t place[kBatch], slot[kBatch], start[kBatch], broadcast[kBatch];
+    bool is_valid[kBatch];
+    HomeEntry home[kBatch];
 #pragma unroll
     for (int32_t i = 0; i < kBatch; ++i) {
       const int32_t route = first + 32 * i + lane;
       const uint32_t word = route < range.warp_end ? packed[route - range.begin] : kPadding;
-      to[i] = {-1, -1};
-      broadcast[i] = -1;
+      is_valid[i] = word != kPadding;
       place[i] = word & ((1u << kPlaceBits) - 1);
-      if (word == kPadding) continue;
-      const int32_t expert = word >> kPlaceBits;
-      const HomeEntry home = rewrite.home[expert];
-      to[i] = {home.slot(), home.start + place[i]};
-      broadcast[i] = home.broadcast();
-      if (order.routes) order.routes[order.first[expert] + place[i]] = route - range.begin;
+      slot[i] = is_valid[i] ? word >> kPlaceBits : 0;
     }
 #pragma unroll
     for (int32_t i = 0; i < kBatch; ++i) {
-      if (broadcast[i] >= 0) to[i] = shared_place(config, plan, rewrite, broadcast[i], place[i]);
+      home[i] = rewrite.home[slot[i]];
+      start[i] = order.routes ? order.first[slot[i]] : 0;
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      const int32_t route = first + 32 * i + lane;
+      if (is_valid[i] && order.routes) order.routes[start[i] + place[i]] = route - range.begin;
+      slot[i] = home[i].slot();
+      start[i] = home[i].start;
+      broadcast[i] = is_valid[i] ? home[i].broadcast() : -1;
+    }
+    SourceRuns runs[kBatch];
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (broadcast[i] >= 0) runs[i] = rewrite.runs[broadcast[i]];
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (broadcast[i] >= 0) broadcast[i] = run_of(rewrite, runs[i], place[i]);
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (broadcast[i] < 0) continue;
+      slot[i] = rewrite.run_slot[broadcast[i]];
+      start[i] = rewrite.run_start[broadcast[i]];
     }
 #pragma unroll
     for (int32_t i = 0; i < kBatch; ++i) {
       const int32_t route = first + 32 * i + lane;
       if (route >= range.warp_end) continue;
-      route_slot[route] = to[i].slot;
+      route_slot[route] = is_valid[i] ? slot[i] : -1;
       if (order.routes) {
-        packed[route - range.begin] = to[i].position;
-      } else if (to[i].position >= 0) {
-        send_routes[to[i].position] = route;
+        packed[route - range.begin] = start[i] + place[i];
+      } else if (is_valid[i]) {
+        send_routes[start[i] + place[i]] = route;
       }
     }
   }

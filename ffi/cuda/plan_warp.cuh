@@ -379,7 +379,9 @@ __device__ void repair_on_warp(const PlanConfig& config, const PlanArrays& array
 
 __device__ inline void repair_on_warp(const PlanConfig& config, const PlanArrays& arrays,
                                       const RankMasks<uint64_t>& masks) {
-  if (arrays.scalars[kCount] > 32) return repair_on_warp<uint64_t>(config, arrays, masks);
+  const int32_t count = arrays.scalars[kCount];
+  if (count == 0) return;
+  if (count > 32) return repair_on_warp<uint64_t>(config, arrays, masks);
   repair_on_warp<uint32_t>(
       config, arrays,
       {static_cast<uint32_t>(masks.hosted), static_cast<uint32_t>(masks.lacking),

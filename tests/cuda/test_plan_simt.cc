@@ -67,23 +67,25 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
     sum_warps(experts, warp_counts.data(), cta_counts.data());
     __syncthreads();
     finish_places(range, experts, warp_counts.data(), before_cta.data(), packed.data());
-    derive(config, counts.data(), plan, copy_to, NoStamps{}, [&](int32_t first) {
-      start_rewrite(config, plan, rewrite, source, first);
-      if (warp_index() == 1) {
-        order_experts(experts, cta_counts.data(), before_cta.data(), order);
-      }
-    });
+    uint64_t hash = 0;
+    derive(
+        config, counts.data(), plan, copy_to, NoStamps{},
+        [&](int32_t first) {
+          start_rewrite(config, plan, rewrite, source, first);
+          if (warp_index() == 1) {
+            order_experts(experts, cta_counts.data(), before_cta.data(), order);
+          }
+        },
+        [&](int32_t b) { write_row(config, plan, b, resident, broadcasts.data(), hash); });
     share_out(config, plan, rewrite, source);
+    write_loads(config, plan, hash, load_before.data(), load.data(), &num_broadcasts);
     __syncthreads();
     scan_slots(config.slots.num_slots(), rewrite);
     spread_starts(config, plan, rewrite);
-    rewrite_routes(config, plan, rewrite, range, order, packed.data(), route_slot.data(),
-                   send.data());
+    rewrite_routes(rewrite, range, order, packed.data(), route_slot.data(), send.data());
     __syncthreads();
     if (order.routes) store_ordered(range, order, packed.data(), send.data());
     write_quota(config, plan, quota.data(), 0, 1);
-    write_rows(config, plan, resident, broadcasts.data(), load_before.data(), load.data(),
-               &num_broadcasts);
   });
 
   const CoreRoutes core(config, want, counts, ids[source].data(), routes, source);
