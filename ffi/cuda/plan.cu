@@ -183,6 +183,7 @@ __device__ void write_failure(const PlanConfig& config, const PlanOutputs& out, 
   if (threadIdx.x == 0) *out.status = status;  // of any CTA: others may have met no failure
 }
 
+template <bool kOnWarp>
 __global__ void __launch_bounds__(kPlanThreads, 1)
     plan_kernel(const __grid_constant__ PlanLaunch call, const __grid_constant__ Smem layout) {
   extern __shared__ __align__(16) uint8_t shared[];
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   uint64_t hash = 0;
   PlanConfig effective = config;
   if (!cell.params.is_balanced) effective.gain_threshold = INT32_MAX;  // never worth it
-  derive(
+  derive<kOnWarp>(
       effective, mail_counts(sizes, table.head(), generation), smem.plan, smem.counts_copy, stamps,
       [&](int32_t first) {
         start_rewrite(config, smem.plan, smem.rewrite, rank, first);
@@ -357,6 +358,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   cluster_wait();
 }
 
+template <bool kOnWarp>
 __global__ void __launch_bounds__(kPlanThreads, 1)
     plan_counts_kernel(const __grid_constant__ PlanCountsLaunch call,
                        const __grid_constant__ Smem layout) {
@@ -368,7 +370,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   stamps.mark(PlanStamp::kExchanged);
   if (threadIdx.x == 0) *smem.plan.hash = 0;
   uint64_t hash = 0;
-  derive(
+  derive<kOnWarp>(
       config, call.counts, smem.plan, smem.counts_copy, stamps, [](int32_t) {},
       [&](int32_t b) {
         write_row(config, smem.plan, b, call.resident, call.plan.broadcasts, hash);
@@ -383,6 +385,16 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   stamps.mark(PlanStamp::kEnd);
   stamps.mark_ns(PlanStamp::kEndNs);
+}
+
+bool fits_warp(const PlanConfig& config) { return config.slots.num_ranks <= 32; }
+
+auto* kernel_of(const PlanConfig& config) {
+  return fits_warp(config) ? plan_kernel<true> : plan_kernel<false>;
+}
+
+auto* counts_kernel_of(const PlanConfig& config) {
+  return fits_warp(config) ? plan_counts_kernel<true> : plan_counts_kernel<false>;
 }
 
 bool is_supported(const PlanConfig& config) {
@@ -416,11 +428,12 @@ size_t packed_routes(const PlanGrid& grid, int64_t max_routes) {
 cudaError_t prepare_plan(const PlanConfig& config, int32_t ranks_per_device, int64_t max_routes,
                          int32_t max_ctas_per_rank, PlanGrid* grid) {
   if (!is_supported(config) || max_routes >= (1 << kPlaceBits) - 1) return cudaErrorInvalidValue;
-  cudaError_t error = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           kMaxSharedBytes);
+  const auto kernel = kernel_of(config);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
   if (error != cudaSuccess) return error;
   if (max_ctas_per_rank > 8) {
-    error = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
   }
   for (int32_t ctas = 16; ctas >= 1; ctas /= 2) {
@@ -437,7 +450,7 @@ cudaError_t prepare_plan(const PlanConfig& config, int32_t ranks_per_device, int
     probe.is_cooperative = false;
     const cudaLaunchConfig_t launch = plan_config(probe, attributes);
     int clusters = 0;
-    error = cudaOccupancyMaxActiveClusters(&clusters, plan_kernel, &launch);
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch);
     if (error == cudaSuccess && clusters >= ranks_per_device) return cudaSuccess;
     if (error != cudaSuccess) cudaGetLastError();  // this cluster size is not to be had here
   }
@@ -451,20 +464,21 @@ cudaError_t launch_plan(const PlanGrid& grid, const PlanLaunch& launch, cudaStre
   const int64_t routes = static_cast<int64_t>(launch.num_tokens) * launch.top_k;
   if (routes > grid.max_routes) return cudaErrorInvalidValue;
   const int32_t packed = grid.is_packed_shared ? packed_routes(grid, routes) : 0;
-  return cudaLaunchKernelEx(&config, plan_kernel, launch, carve(launch.config, packed));
+  return cudaLaunchKernelEx(&config, kernel_of(launch.config), launch,
+                            carve(launch.config, packed));
 }
 
 cudaError_t prepare_plan_counts(const PlanConfig& config) {
   if (!is_supported(config) || carve(config, 0).bytes > kMaxSharedBytes) {
     return cudaErrorInvalidValue;
   }
-  return cudaFuncSetAttribute(plan_counts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  return cudaFuncSetAttribute(counts_kernel_of(config), cudaFuncAttributeMaxDynamicSharedMemorySize,
                               kMaxSharedBytes);
 }
 
 cudaError_t launch_plan_counts(const PlanCountsLaunch& launch, cudaStream_t stream) {
   const Smem layout = carve(launch.config, 0);
-  plan_counts_kernel<<<1, kPlanThreads, layout.bytes, stream>>>(launch, layout);
+  counts_kernel_of(launch.config)<<<1, kPlanThreads, layout.bytes, stream>>>(launch, layout);
   return cudaGetLastError();
 }
 

@@ -92,10 +92,11 @@ __device__ inline void find_helpers(const PlanConfig& config, const PlanArrays& 
   }
 }
 
-// What is left after place(), for any number of ranks and broadcasts: helper indices and stage 4.
-template <typename Use>
+// Stage 4 for any number of ranks and broadcasts; `beside_levels` runs on the threads that do not
+// put pairs into levels, and gets the first of them.
+template <typename BesideLevels>
 __device__ inline void repair_by_levels(const PlanConfig& config, const PlanArrays& arrays,
-                                        Use use) {
+                                        BesideLevels beside_levels) {
   const int32_t warp = warp_index();
   if (arrays.scalars[kCount] > 0) {
     index_hosts(config, arrays);
@@ -106,7 +107,7 @@ __device__ inline void repair_by_levels(const PlanConfig& config, const PlanArra
     if (warp == 0) {
       level_pairs(config, arrays);
     } else {
-      find_helpers(config, arrays, 32, use);
+      beside_levels(32);
     }
     __syncthreads();
     schedule_pairs(config, arrays);
@@ -115,14 +116,14 @@ __device__ inline void repair_by_levels(const PlanConfig& config, const PlanArra
     __syncthreads();
     if (warp < num_repair_warps(config)) repair(config, arrays);
   } else {
-    find_helpers(config, arrays, 0, use);
+    beside_levels(0);
   }
 }
 
 // Stages 2 to 4. `beside_place` runs on the threads that do not place, and gets the first of them;
 // `use_row` once for each row that a plan may have, when all but its quotas is known, beside
-// repair. Ends with a barrier.
-template <typename Stamps, typename BesidePlace, typename UseRow>
+// repair. Ends with a barrier. kOnWarp: for up to 32 ranks.
+template <bool kOnWarp, typename Stamps, typename BesidePlace, typename UseRow>
 __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArrays& arrays,
                        int32_t* copy, const Stamps& stamps, BesidePlace beside_place,
                        UseRow use_row) {
@@ -134,26 +135,26 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
   __syncthreads();
   stamps.mark(PlanStamp::kSummed);
   RankMasks<uint64_t> masks{};
-  const bool fits_warp = config.slots.num_ranks <= 32;
   if (warp != 0) {
     beside_place(32);
-  } else if (fits_warp) {
+  } else if (kOnWarp) {
     place_on_warp(config, arrays, masks);
   } else {
     place(config, arrays);
   }
   __syncthreads();
-  if (__builtin_expect(fits_warp && !arrays.scalars[kIsDense], 0)) {
+  stamps.mark(PlanStamp::kPlaced);
+  const auto use_rows = [&](int32_t first) { find_helpers(config, arrays, first, use_row); };
+  if (!kOnWarp) {
+    repair_by_levels(config, arrays, use_rows);
+  } else if (__builtin_expect(!arrays.scalars[kIsDense], 0)) {  // more than one warp takes
     if (warp == 0) place(config, arrays);
     __syncthreads();
-  }
-  stamps.mark(PlanStamp::kPlaced);
-  if (__builtin_expect(!arrays.scalars[kIsDense], 0)) {
-    repair_by_levels(config, arrays, use_row);
+    repair_by_levels(config, arrays, use_rows);
   } else if (warp == 0) {
     repair_on_warp(config, arrays, masks);
   } else {
-    find_helpers(config, arrays, 32, use_row);
+    use_rows(32);
   }
   __syncthreads();
   stamps.mark(PlanStamp::kRepaired);

@@ -60,6 +60,7 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
   int32_t* const copy_to = rng() % 2 ? copy.data() : nullptr;
   plan.counts = copy_to ? copy_to : counts.data();
 
+  const bool on_warp = ranks <= 32 && rng() % 4;
   simt::run(kThreads, [&] {
     const RouteRange range = RouteRange::of(routes, 0, 1);
     rank_in_warp(ids[source].data(), range, experts, warp_counts.data(), packed.data());
@@ -68,15 +69,20 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
     __syncthreads();
     finish_places(range, experts, warp_counts.data(), before_cta.data(), packed.data());
     uint64_t hash = 0;
-    derive(
-        config, counts.data(), plan, copy_to, NoStamps{},
-        [&](int32_t first) {
-          start_rewrite(config, plan, rewrite, source, first);
-          if (warp_index() == 1) {
-            order_experts(experts, cta_counts.data(), before_cta.data(), order);
-          }
-        },
-        [&](int32_t b) { write_row(config, plan, b, resident, broadcasts.data(), hash); });
+    const auto beside_place = [&](int32_t first) {
+      start_rewrite(config, plan, rewrite, source, first);
+      if (warp_index() == 1) {
+        order_experts(experts, cta_counts.data(), before_cta.data(), order);
+      }
+    };
+    const auto use_row = [&](int32_t b) {
+      write_row(config, plan, b, resident, broadcasts.data(), hash);
+    };
+    if (on_warp) {
+      derive<true>(config, counts.data(), plan, copy_to, NoStamps{}, beside_place, use_row);
+    } else {
+      derive<false>(config, counts.data(), plan, copy_to, NoStamps{}, beside_place, use_row);
+    }
     share_out(config, plan, rewrite, source);
     write_loads(config, plan, hash, load_before.data(), load.data(), &num_broadcasts);
     __syncthreads();
