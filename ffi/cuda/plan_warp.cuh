@@ -6,7 +6,7 @@
 
 namespace iser::cuda {
 
-constexpr int32_t kWarpLevels = 6;          // of groups of up to 32 ranks
+constexpr int32_t kWarpLevels = 5;          // 31 groups, a group a lane too
 constexpr uint32_t kWarpRoutes = 1u << 24;  // fewer fit in a key beside a level and a group
 
 // Of the lane's rank, a bit a broadcast.
@@ -23,57 +23,45 @@ __device__ inline uint64_t shuffle(uint64_t value, int32_t lane) {
   return high << 32 | shuffle(static_cast<uint32_t>(value), lane);
 }
 
-// The groups around the lane's rank, the finest first.
-struct LaneGroups {
-  int32_t levels, size, own;      // size and index of the finest
-  uint32_t members[kWarpLevels];  // none beyond the levels, nor of lanes without a rank
-  int32_t room[kWarpLevels];      // full slots apart
+// The group of the lane: of all levels in one numbering, the finest level first (Nodes).
+struct LaneGroup {
+  int32_t begin, size, level, group;
+  uint32_t members;  // none where there is no such group
+  int32_t room;      // full slots apart
 
-  __device__ LaneGroups(int32_t num_ranks, int32_t num_levels)
-      : levels(num_levels), size(num_ranks >> (num_levels - 1)) {
+  __device__ LaneGroup(const Nodes& nodes) : begin(0), size(0), level(0), group(0), members(0) {
+    const int32_t node = threadIdx.x % 32;
+    if (node >= nodes.count()) return;
+    level = nodes.level(node);
+    group = node - nodes.first(level);
+    size = nodes.num_ranks >> level;
+    begin = group * size;
+    members = (kFullWarp >> (32 - size)) << begin;
+  }
+
+  __device__ void sum_rooms(int32_t rank_room, int32_t num_ranks) {
     const int32_t lane = threadIdx.x % 32;
-    own = lane / size;
+    int32_t sum = rank_room;
 #pragma unroll
-    for (int f = 0; f < kWarpLevels; ++f) {
-      const int32_t length = size << f, begin = (own >> f) * length;
-      const bool is_group = f < levels && lane < num_ranks;
-      members[f] = is_group ? (kFullWarp >> (32 - length)) << begin : 0;
+    for (int d = 1; d < 32; d *= 2) {
+      if (d >= num_ranks) break;
+      const int32_t below = __shfl_up_sync(kFullWarp, sum, d);
+      if (lane >= d) sum += below;
     }
-  }
-
-  __device__ void sum_rooms(int32_t rank_room) {
-    const int32_t begin = own * size;
-    int32_t sum = 0;
-#pragma unroll 1
-    for (int32_t i = 0; i < size; i += 4) {
-      int32_t other[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) other[k] = __shfl_sync(kFullWarp, rank_room, begin + i + k);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sum += i + k < size ? other[k] : 0;
-    }
-    room[0] = members[0] ? sum : 0;
-#pragma unroll
-    for (int f = 1; f < kWarpLevels; ++f) {
-      room[f] = 0;
-      if (f >= levels) continue;
-      sum += __shfl_sync(kFullWarp, sum, ((own >> (f - 1)) ^ 1) * (size << (f - 1)));
-      room[f] = members[f] ? sum : 0;
-    }
+    const int32_t last = __shfl_sync(kFullWarp, sum, begin + size - 1);
+    const int32_t below = __shfl_sync(kFullWarp, sum, begin - 1);
+    room = members ? last - (begin > 0 ? below : 0) : 0;
   }
 };
 
-// A group's room with what breaks ties: the finer level, then the lower index.
-struct GroupKey {
-  uint32_t word;
-
-  __device__ static uint32_t make(int32_t room, int32_t fineness, int32_t group) {
-    return room << 8 | (kWarpLevels - 1 - fineness) << 5 | (31 - group);
-  }
-  __device__ int32_t room() const { return word >> 8; }
-  __device__ int32_t fineness() const { return kWarpLevels - 1 - (word >> 5 & 7); }
-  __device__ int32_t group() const { return 31 - (word & 31); }
-};
+// A group's keys, of which the largest wins: among all, and among those that take the whole amount.
+// Of equals, the finer level and the lower index.
+__device__ inline uint32_t key_by_room(int32_t room, const LaneGroup& own) {
+  return room << 8 | own.level << 5 | (31 - own.group);
+}
+__device__ inline uint32_t key_by_level(int32_t room, const LaneGroup& own) {
+  return (own.level + 1) << 29 | room << 5 | (31 - own.group);
+}
 
 // What comes before the lane's room where the coldest of the group are filled first. Of equals, the
 // lower rank.
@@ -102,7 +90,7 @@ __device__ inline void place_on_warp(const PlanConfig& config, const PlanArrays&
   const int32_t load = is_rank ? arrays.load_before[lane] : 0;
   const uint32_t sum = __reduce_add_sync(kFullWarp, static_cast<uint32_t>(load));
   const uint32_t hottest = __reduce_max_sync(kFullWarp, static_cast<uint32_t>(load));
-  if (sum >= kWarpRoutes) return;
+  if (sum >= kWarpRoutes || levels > kWarpLevels) return;
   const int32_t target = (sum + ranks - 1) / ranks;
   const bool gains = 1000ll * ranks * hottest >= static_cast<int64_t>(config.gain_threshold) * sum;
   bool is_active = is_rank && exports > 0 && gains;
@@ -110,43 +98,40 @@ __device__ inline void place_on_warp(const PlanConfig& config, const PlanArrays&
   int32_t num_free = limit, next = lane * limit, last = next + exports - 1;
   int32_t expert = is_active ? arrays.candidate_expert[next] : 0;
   int32_t total = is_active ? arrays.candidate_total[next] : 0;
-  LaneGroups groups(ranks, levels);
-  groups.sum_rooms(max(-excess, 0));
+  const Nodes nodes{ranks, levels};
+  LaneGroup own(nodes);
+  own.sum_rooms(max(-excess, 0), ranks);
 
-  masks = {};
-  int32_t count = 0, entries = 0, widest = INT32_MAX;
-  uint32_t placed = 0, foreign = 0;  // broadcasts to the lane's groups, 5 bits each; owner outside
+  RankMasks<uint32_t> low{},
+      now{};  // of the first 32 broadcasts, once they are full; of the others
+  int32_t count = 0, entries = 0, widest = INT32_MAX, num_placed = 0;
+  bool is_foreign = false;  // whether one to the lane's group has its owner outside
   for (;;) {
     const uint32_t full = __ballot_sync(kFullWarp, num_free == 0);
-    GroupKey best[kWarpLevels], chosen{0};
-#pragma unroll
-    for (int f = 0; f < kWarpLevels; ++f) {
-      const int32_t room = (full & groups.members[f]) == 0 ? groups.room[f] : 0;
-      best[f].word = __reduce_max_sync(kFullWarp, GroupKey::make(room, f, groups.own >> f & 31));
-      chosen.word = max(chosen.word, best[f].word);
-    }
+    const int32_t room = (full & own.members) == 0 ? own.room : 0;
+    const uint32_t roomiest = __reduce_max_sync(kFullWarp, key_by_room(room, own));
     const uint32_t hot = __reduce_max_sync(
         kFullWarp, is_active && excess > 0 ? static_cast<uint32_t>(excess << 5 | (31 - lane)) : 0u);
     if (hot == 0) break;
     const int32_t owner = 31 - (hot & 31);
-    const int32_t moving = __shfl_sync(kFullWarp, expert, owner);
     const int32_t moving_total = __shfl_sync(kFullWarp, total, owner);
-    const int32_t own_count = is_rank ? arrays.counts[lane * experts + moving] : 0;
+    const int32_t moving = __shfl_sync(kFullWarp, expert, owner);
     const int32_t amount = min(static_cast<int32_t>(hot >> 5), moving_total);
+    const int32_t own_count = is_rank ? arrays.counts[lane * experts + moving] : 0;
     if (amount == 0) {
       is_active = is_active && lane != owner;
       continue;
     }
 
     // The roomiest group of the finest level that takes it all, else the roomiest of all.
-#pragma unroll
-    for (int f = kWarpLevels - 1; f >= 0; --f) {
-      if (best[f].room() >= amount) chosen = best[f];
-    }
-    const int32_t most = chosen.room(), fineness = chosen.fineness(), group = chosen.group();
+    const uint32_t fit =
+        __reduce_max_sync(kFullWarp, room >= amount ? key_by_level(room, own) : 0u);
+    const bool fits = fit != 0;
+    const int32_t most = fits ? fit >> 5 & 0xffffff : roomiest >> 8;
     if (most == 0) break;
-    const int32_t size = groups.size << fineness, begin = group * size;
-    const int32_t moved_total = min(amount, most), level = levels - 1 - fineness;
+    const int32_t level = fits ? (fit >> 29) - 1 : roomiest >> 5 & 7;
+    const int32_t group = 31 - ((fits ? fit : roomiest) & 31);
+    const int32_t size = ranks >> level, begin = group * size, moved_total = min(amount, most);
     const bool is_owner = lane == owner;
 
     // The candidate is consumed, also where the gain is too small.
@@ -158,60 +143,58 @@ __device__ inline void place_on_warp(const PlanConfig& config, const PlanArrays&
     }
     if (moved_total < config.min_routes) continue;
     if (count == kWarpRows) return;
+    if (count == 32) low = now, now = {};
 
-    const int32_t room = max(-excess, 0);
-    const int32_t before = most > amount ? room_of_colder(room, begin, size) : 0;
+    const int32_t own_room = max(-excess, 0);
+    const int32_t before = most > amount ? room_of_colder(own_room, begin, size) : 0;
     const bool is_member = static_cast<uint32_t>(lane - begin) < static_cast<uint32_t>(size);
     const bool is_inside = static_cast<uint32_t>(owner - begin) < static_cast<uint32_t>(size);
-    const int32_t moved = is_member ? min(max(amount - before, 0), room) : 0;
+    const int32_t moved = is_member ? min(max(amount - before, 0), own_room) : 0;
     const int32_t lack = own_count - (is_owner ? moving_total - moved_total : moved);
-    const bool is_host = is_member || is_owner;
-    const uint64_t bit = 1ull << count;
-    if (is_host) {
-      arrays.lack[count * 32 + lane] = lack;
-      masks.hosted |= bit;
-      if (lack > 0) masks.lacking |= bit;
-      if (lack < 0) masks.spare |= bit;
-    }
+    const uint32_t bit = is_member || is_owner ? 1u << (count & 31) : 0;
+    if (bit != 0) arrays.lack[count * 32 + lane] = lack;
+    now.hosted |= bit;
+    now.lacking |= lack > 0 ? bit : 0;
+    now.spare |= lack < 0 ? bit : 0;
     excess += moved - (is_owner ? moved_total : 0);
-    const uint32_t place = shuffle(placed, begin) >> 5 * fineness & 31;
-    if (is_member) {
-      --num_free;
-      placed += 1u << 5 * fineness;
-      foreign |= static_cast<uint32_t>(!is_inside) << fineness;
-    }
+    num_free -= is_member;
     if (is_owner && is_inside) widest = min(widest, level << 16 | count);
-    if (lane == 0) {
+    if (own.members != 0 && own.begin == begin && own.level == level) {
       arrays.rows[count] = Row::make(entries, begin, level, owner).word;
       arrays.expert[count] = moving;
-      arrays.node[count] = (1 << levels) - (2 << level) + group;
-      arrays.helper[count] = place;
+      arrays.node[count] = lane;
+      arrays.helper[count] = num_placed++;
+      is_foreign = is_foreign || !is_inside;
     }
     ++count;
     entries += size + !is_inside;
 
     // Groups around this one lose what was moved; those inside lose all or must be summed again.
-    if (most > amount && fineness > 0) {
-      groups.sum_rooms(max(-excess, 0));
-      continue;
-    }
-#pragma unroll
-    for (int f = 0; f < kWarpLevels; ++f) {
-      if (f >= fineness && (groups.members[f] >> begin & 1)) groups.room[f] -= moved_total;
-      if (f < fineness && is_member) groups.room[f] = 0;
+    if (most > amount && level + 1 < levels) {
+      own.sum_rooms(max(-excess, 0), ranks);
+    } else if (own.level <= level) {
+      if (own.members >> begin & 1) own.room -= moved_total;
+    } else if (static_cast<uint32_t>(own.begin - begin) < static_cast<uint32_t>(size)) {
+      own.room = 0;
     }
   }
 
+  if (count <= 32) {
+    masks = {now.hosted, now.lacking, now.spare};
+  } else {
+    const auto join = [](uint32_t high, uint32_t low) {
+      return static_cast<uint64_t>(high) << 32 | low;
+    };
+    masks = {join(now.hosted, low.hosted), join(now.lacking, low.lacking),
+             join(now.spare, low.spare)};
+  }
   if (is_rank) {
     arrays.load[lane] = target + excess;
     arrays.widest[lane] = widest;
   }
-#pragma unroll
-  for (int f = 0; f < kWarpLevels; ++f) {
-    const int32_t level = levels - 1 - f, group = groups.own >> f;
-    if (groups.members[f] == 0 || lane != group * (groups.size << f)) continue;
-    arrays.node_count[(1 << levels) - (2 << level) + group] = placed >> 5 * f & 31;
-    arrays.node_foreign[(1 << levels) - (2 << level) + group] = foreign >> f & 1;
+  if (own.members != 0) {
+    arrays.node_count[lane] = num_placed;
+    arrays.node_foreign[lane] = is_foreign;
   }
   if (lane == 0) {
     arrays.scalars[kCount] = count;
