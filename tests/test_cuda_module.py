@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from layers import AXIS, PLAN_SPECS, make_problem
+from layers import AXIS, PLAN_SPECS, make_fp8_problem, make_problem
 
 import jax_iser
 from jax_iser import DomainHandle
@@ -99,3 +99,21 @@ def test_sizes_that_kernels_do_not_take():
     problem = make_problem(hidden=33, intermediate=48)
     with pytest.raises(ValueError, match="33"):
         workspace_bytes(config_of(problem), 24)
+
+
+def test_fp8_layers_lower_for_gpus():
+    from jax_iser._cuda import workspace_bytes
+
+    problem = make_fp8_problem(dtype="bfloat16")
+    config = config_of(problem)
+    text = lower(problem, config)
+    assert f"tensor<{workspace_bytes(config, 24)}xui8>" in text
+    assert f"tensor<32x{config.plane_bytes}xui8>" in text
+
+
+def test_fp8_with_f32_tokens_is_refused():
+    from jax_iser._cuda import workspace_bytes
+
+    config = config_of(make_fp8_problem(dtype="float32"))
+    with pytest.raises(ValueError, match="FP8 weights take engine=tensor, bf16"):
+        workspace_bytes(config, 24)
