@@ -158,7 +158,8 @@ def quantize_rows(rows) -> tuple[jax.Array, jax.Array]:
     Returns:
       Values `[..., columns] e4m3`, and `[..., columns / 128] f32` scales.
     """
-    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, BLOCK)
+    grid = (rows.shape[-1] // BLOCK, BLOCK)
+    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], *grid)
     up, down = _scales(_amax(blocks, (-1,)))
     codes = _to_e4m3(blocks * up[..., None]).reshape(rows.shape)
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), down

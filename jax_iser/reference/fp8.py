@@ -75,7 +75,8 @@ def split_plane_numpy(plane, rows, columns) -> tuple[np.ndarray, np.ndarray]:
 
 def quantize_rows_numpy(rows) -> tuple[np.ndarray, np.ndarray]:
     """Values `[..., columns]` and scales `[..., columns / 128]`, both f32."""
-    blocks = np.asarray(rows).astype(np.float32).reshape(*rows.shape[:-1], -1, fp8.BLOCK)
+    grid = (rows.shape[-1] // fp8.BLOCK, fp8.BLOCK)
+    blocks = np.asarray(rows).astype(np.float32).reshape(*rows.shape[:-1], *grid)
     codes, scales = _quantize(blocks, (-1,))
     return codes.astype(np.float32).reshape(rows.shape), scales.reshape(scales.shape[:-1])
 
