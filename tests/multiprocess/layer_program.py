@@ -7,7 +7,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layers import AXIS, jitted_layer, make_domain, make_problem, mesh_of
+from layers import (
+    AXIS,
+    jitted_layer,
+    make_domain,
+    make_fp8_problem,
+    make_problem,
+    mesh_of,
+)
 from processes import join
 
 # Name -> (problem, Domain options). `placed` puts the weights in shared memory.
@@ -19,12 +26,15 @@ CASES = {
     "placed-per-slot": ({"workload": "W2"}, {"copy_rule": "per_slot", "min_group_size": 1}),
     "staged-per-slot": ({"workload": "W6"}, {"copy_rule": "per_slot", "min_group_size": 1}),
     "staged-ranks": ({"workload": "W2"}, {"ranks_per_device": 2}),
+    "staged-fp8": ({"workload": "W2"}, {"copy_rule": "sami"}),
+    "placed-fp8": ({"workload": "W2", "dtype": "bfloat16"}, {"copy_rule": "per_slot"}),
 }
 
 
 def problem_of(name):
     options = {"num_experts": 32, "top_k": 4} | CASES[name][0]
-    return make_problem(**options, num_ranks=16 if "ranks" in name else 8)
+    make = make_fp8_problem if "fp8" in name else make_problem
+    return make(**options, num_ranks=16 if "ranks" in name else 8)
 
 
 def globally(mesh, array):
