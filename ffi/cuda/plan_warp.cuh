@@ -29,14 +29,13 @@ struct LaneGroup {
   uint32_t members;  // none where there is no such group
   int32_t room;      // full slots apart
 
-  __device__ LaneGroup(const Nodes& nodes) : begin(0), size(0), level(0), group(0), members(0) {
-    const int32_t node = threadIdx.x % 32;
-    if (node >= nodes.count()) return;
+  __device__ explicit LaneGroup(const Nodes& nodes) {
+    const int32_t lane = threadIdx.x % 32, node = min(lane, nodes.count() - 1);
     level = nodes.level(node);
     group = node - nodes.first(level);
     size = nodes.num_ranks >> level;
     begin = group * size;
-    members = (kFullWarp >> (32 - size)) << begin;
+    members = lane == node ? (kFullWarp >> (32 - size)) << begin : 0;
   }
 
   __device__ void sum_rooms(int32_t rank_room, int32_t num_ranks) {
@@ -100,13 +99,15 @@ __device__ inline void place_on_warp(const PlanConfig& config, const PlanArrays&
   int32_t total = is_active ? arrays.candidate_total[next] : 0;
   const Nodes nodes{ranks, levels};
   LaneGroup own(nodes);
-  own.sum_rooms(max(-excess, 0), ranks);
 
   RankMasks<uint32_t> low{},
       now{};  // of the first 32 broadcasts, once they are full; of the others
   int32_t count = 0, entries = 0, widest = INT32_MAX, num_placed = 0;
   bool is_foreign = false;  // whether one to the lane's group has its owner outside
+  bool is_stale = true;     // rooms of groups
   for (;;) {
+    if (is_stale) own.sum_rooms(max(-excess, 0), ranks);
+    is_stale = false;
     const uint32_t full = __ballot_sync(kFullWarp, num_free == 0);
     const int32_t room = (full & own.members) == 0 ? own.room : 0;
     const uint32_t roomiest = __reduce_max_sync(kFullWarp, key_by_room(room, own));
@@ -170,9 +171,8 @@ __device__ inline void place_on_warp(const PlanConfig& config, const PlanArrays&
     entries += size + !is_inside;
 
     // Groups around this one lose what was moved; those inside lose all or must be summed again.
-    if (most > amount && level + 1 < levels) {
-      own.sum_rooms(max(-excess, 0), ranks);
-    } else if (own.level <= level) {
+    is_stale = most > amount && level + 1 < levels;
+    if (own.level <= level) {
       if (own.members >> begin & 1) own.room -= moved_total;
     } else if (static_cast<uint32_t>(own.begin - begin) < static_cast<uint32_t>(size)) {
       own.room = 0;
