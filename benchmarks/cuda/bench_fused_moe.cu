@@ -5,13 +5,15 @@
 //   [pair]     (all by default)
 //
 // --model: only models with the word in their name. --popularity FILE: how often each expert was
-// chosen, numbers in a text, for the skewed cases of that model.//
+// chosen, numbers in a text, for the skewed cases of that model.
+//
 // dense: cuBLAS bf16. share: one rank's share of a model, no peers; fp8: the same in FP8. ranks:
 // EP8 as 8 ranks of one GPU, each with an eighth of its SMs. pair: EP2 on two GPUs. Arms: "off"
 // without replicas, "installed" with replicas and routes made before the clock starts, "included"
-// with plan, copy and READY inside it, "balanced" routing without replicas. `ms` are medians of 20
-// of the slowest device; `tflops` counts 6 D I of every routed row of a GPU; `of_dense` is against
-// the best dense product.
+// with plan, copy and READY inside it; "balanced" routing (every expert as often) without replicas,
+// with them (there are none to make), and with all inside; "uniform" routing by chance, without
+// replicas. `ms` are medians of 20 of the slowest device; `tflops` counts 6 D I of every routed row
+// of a GPU; `of_dense` is against the best dense product.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -51,12 +53,14 @@ double median(std::vector<double> values) {
 }
 
 // Every expert as often as every other, or by a power law of its place in an order that is shuffled
-// unless `is_sorted`: then the hottest are all rank 0's.
+// unless `is_sorted`: then the hottest are all rank 0's. By chance alone with an exponent below 0.
 std::vector<std::vector<int32_t>> draw(const SlotSpace& slots, int32_t tokens, int32_t top_k,
                                        double exponent, uint32_t seed, bool is_sorted = false) {
   std::mt19937 rng(seed);
   std::vector<double> weight(slots.num_experts);
-  for (int32_t e = 0; e < slots.num_experts; ++e) weight[e] = std::pow(e + 1.0, -exponent);
+  for (int32_t e = 0; e < slots.num_experts; ++e) {
+    weight[e] = exponent < 0 ? 1 : std::pow(e + 1.0, -exponent);
+  }
   if (!popularity.empty() && exponent > 0) {
     for (int32_t e = 0; e < slots.num_experts; ++e) weight[e] = popularity[e % popularity.size()];
   } else if (!is_sorted) {
@@ -293,8 +297,18 @@ void bench_arms(const char* bench, const Model& model, MoeProblem p, int32_t num
     print(bench, model.name, "included", p, num_devices, time_calls(world, included));
   }
   p.ids = draw(p.slots, p.num_tokens, p.top_k, 0, 1);
+  {
+    MoeWorld world(p, num_devices, num_devices);
+    print(bench, model.name, "balanced", p, num_devices, time_calls(world, off));
+    print(bench, model.name, "balanced, on", p, num_devices, time_calls(world, MoeRun{}));
+  }
+  {
+    MoeWorld world(p, num_devices, num_devices);
+    print(bench, model.name, "balanced, included", p, num_devices, time_calls(world, included));
+  }
+  p.ids = draw(p.slots, p.num_tokens, p.top_k, -1, 1);
   MoeWorld world(p, num_devices, num_devices);
-  print(bench, model.name, "balanced", p, num_devices, time_calls(world, off));
+  print(bench, model.name, "uniform", p, num_devices, time_calls(world, off));
 }
 
 void bench_ranks() {
@@ -304,7 +318,7 @@ void bench_ranks() {
       continue;
     }
     const auto run = [&](double exponent, bool is_sorted) {
-      MoeProblem p{{8, model.experts, 4}, model.top_k, model.hidden, model.intermediate, 2048};
+      MoeProblem p{{8, model.experts, 4}, model.top_k, model.hidden, model.intermediate, 8192};
       p.ids = draw(p.slots, p.num_tokens, p.top_k, exponent, 2, is_sorted);
       bench_arms("ranks", model, p, 1);
     };

@@ -67,7 +67,8 @@ __device__ inline PulledRow locate_row(const MoeContext& context, int32_t row) {
   const int32_t* routes = context.block(source).section<int32_t>(Section::kSendRoutes);
   const int32_t route = __ldcg(routes + tables.run_start[run] + row - tables.run_first[run]);
   return {{source, route},
-          block_of(sizes, tables.first_block, slot, tables.run_first[slot * ranks], row)};
+          block_of(sizes, tables.first_block, slot, tables.run_first[slot * ranks],
+                   tables.run_first[(slot + 1) * ranks], row)};
 }
 
 // A wave's rows wait until nothing of the wave before is read any more. One warp. False once the

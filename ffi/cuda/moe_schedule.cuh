@@ -24,6 +24,7 @@ struct TileShape {
 
 constexpr int32_t kUnitColumns = 64;  // routes_done counts routes times these
 constexpr int32_t kChunkBlocks = 16;  // row blocks whose tiles are numbered together
+constexpr int32_t kSplitRows = 64;  // tiles are loaded and multiplied in whole ones of so many rows
 
 ISER_HD inline int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 ISER_HD inline int32_t at_most(int32_t a, int32_t b) { return a < b ? a : b; }
@@ -65,6 +66,28 @@ struct MoeSizes {
   // Items of a row block; the last may hold columns that are not there.
   ISER_HD int32_t items(Gemm gemm) const { return ceil_div(column_tiles(gemm), cluster_size); }
   ISER_HD int32_t units_per_route() const { return ceil_div(hidden, kUnitColumns); }
+};
+
+// Neighbouring rows of a slot in as few tiles as will do, alike up to 64 rows: a short one takes
+// longer than its rows, since it loads as many weights.
+struct RowSplit {
+  int32_t rows, each, extra;  // units of 64 rows of a tile; tiles with one more
+
+  ISER_HD RowSplit(const MoeSizes& sizes, int32_t num_rows) : rows(num_rows) {
+    const int32_t tiles = ceil_div(rows, sizes.tile.rows), units = ceil_div(rows, kSplitRows);
+    each = units / tiles;
+    extra = units - each * tiles;
+  }
+  ISER_HD int32_t first(int32_t tile) const {
+    return (tile * each + at_most(tile, extra)) * kSplitRows;
+  }
+  ISER_HD int32_t count(int32_t tile) const {
+    return at_most(rows - first(tile), (each + (tile < extra)) * kSplitRows);
+  }
+  ISER_HD int32_t tile_of(int32_t row) const {
+    const int32_t unit = row / kSplitRows, longer = extra * (each + 1);
+    return unit < longer ? unit / (each + 1) : extra + (unit - longer) / each;
+  }
 };
 
 // Items with consecutive numbers: all of one product over some rows of a slot, rows fastest, so
@@ -118,12 +141,16 @@ ISER_HD inline int32_t run_of(const int32_t* run_first, int32_t num_runs, int32_
 }
 
 // Blocks are numbered by (wave, slot) group, whose index is wave + slot: both only grow. The block
-// of a row of the group that begins at `slot_first`.
+// of a row of the slot, whose rows are slot_first to slot_end.
 ISER_HD inline int32_t block_of(const MoeSizes& sizes, const int32_t* first_block, int32_t slot,
-                                int32_t slot_first, int32_t row) {
-  const int32_t wave = row / sizes.wave_rows;
-  const int32_t begin = at_least(slot_first, wave * sizes.wave_rows);
-  return first_block[wave + slot] + (row - begin) / sizes.tile.rows;
+                                int32_t slot_first, int32_t slot_end, int32_t row) {
+  const int32_t wave = row / sizes.wave_rows, wave_first = wave * sizes.wave_rows;
+  const int32_t begin = at_least(slot_first, wave_first);
+  const int32_t rows = at_most(slot_end - begin, wave_first - begin + sizes.wave_rows);
+  const int32_t chunk_rows = kChunkBlocks * sizes.tile.rows, chunk = (row - begin) / chunk_rows;
+  const int32_t before = chunk * chunk_rows;
+  const RowSplit split(sizes, at_most(rows - before, chunk_rows));
+  return first_block[wave + slot] + chunk * kChunkBlocks + split.tile_of(row - begin - before);
 }
 
 // Hands out numbers to segments. Products of h follow those that make it once `lag` other items lie
@@ -134,14 +161,32 @@ struct ScheduleBuilder {
   int32_t lag;
   Segment* segments;
   int32_t* wave_tiles;  // of GEMM 2, by wave
+  // One thread makes the schedule: what does not change is divided once.
+  int32_t inner_items, hidden_items, hidden_tiles, tile_shift = 0;
   int32_t num_segments = 0, num_items = 0;
   int32_t oldest = 0;  // segment from which on products of h may be missing
 
+  ISER_HD ScheduleBuilder(const MoeSizes& sizes_, int32_t lag_, Segment* segments_,
+                          int32_t* wave_tiles_)
+      : sizes(sizes_),
+        lag(lag_),
+        segments(segments_),
+        wave_tiles(wave_tiles_),
+        inner_items(sizes.items(Gemm::kInner)),
+        hidden_items(sizes.items(Gemm::kHidden)),
+        hidden_tiles(sizes.hidden_tiles()) {
+    while (1 << tile_shift < sizes.tile.rows) ++tile_shift;
+  }
+
+  ISER_HD int32_t num_blocks(int32_t rows) const {
+    return (rows + sizes.tile.rows - 1) >> tile_shift;
+  }
+
   ISER_HD void emit(Gemm gemm, int32_t slot, int32_t wave, int32_t row, int32_t rows,
                     int32_t block) {
-    const int32_t blocks = ceil_div(rows, sizes.tile.rows);
+    const int32_t blocks = num_blocks(rows);
     segments[num_segments++] = {num_items, gemm, slot, wave, row, rows, block, blocks};
-    num_items += blocks * sizes.items(gemm);
+    num_items += blocks * (gemm == Gemm::kInner ? inner_items : hidden_items);
   }
 
   // Emits the products of h that are due, all of them with a lag of 0.
@@ -149,10 +194,10 @@ struct ScheduleBuilder {
     for (; oldest < num_segments; ++oldest) {
       const Segment made = segments[oldest];
       if (made.gemm != Gemm::kInner) continue;
-      const int32_t end = made.first_item + made.num_blocks * sizes.items(Gemm::kInner);
+      const int32_t end = made.first_item + made.num_blocks * inner_items;
       if (num_items - end < wanted) return;
       emit(Gemm::kHidden, made.slot, made.wave, made.row, made.num_rows, made.block);
-      wave_tiles[made.wave] += made.num_blocks * sizes.hidden_tiles();
+      wave_tiles[made.wave] += made.num_blocks * hidden_tiles;
     }
   }
 };
@@ -162,7 +207,7 @@ struct ScheduleBuilder {
 ISER_HD inline ScheduleHead build_schedule(const MoeSizes& sizes, const int32_t* slot_first,
                                            int32_t lag, Segment* segments, int32_t* first_block,
                                            int32_t* wave_tiles) {
-  ScheduleBuilder builder{sizes, lag, segments, wave_tiles};
+  ScheduleBuilder builder(sizes, lag, segments, wave_tiles);
   const int32_t chunk_rows = kChunkBlocks * sizes.tile.rows, stride = sizes.slots.stride();
   int32_t wave = 0, block = 0, row = 0;
   wave_tiles[0] = 0;
@@ -170,7 +215,7 @@ ISER_HD inline ScheduleHead build_schedule(const MoeSizes& sizes, const int32_t*
     if (slot == sizes.slots.num_home()) builder.emit_due(0);
     const int32_t end = slot_first[slot + 1];
     while (row < end) {
-      if (row / sizes.wave_rows != wave) {
+      if (row - wave * sizes.wave_rows >= sizes.wave_rows) {
         builder.emit_due(0);
         wave_tiles[++wave] = 0;
       }
@@ -181,7 +226,7 @@ ISER_HD inline ScheduleHead build_schedule(const MoeSizes& sizes, const int32_t*
         const int32_t rows = at_most(stop - row, chunk_rows);
         builder.emit(Gemm::kInner, slot, wave, row, rows, block);
         row += rows;
-        block += ceil_div(rows, sizes.tile.rows);
+        block += builder.num_blocks(rows);
         builder.emit_due(lag);
       }
     }
@@ -195,14 +240,9 @@ ISER_HD inline Tile tile_of(const MoeSizes& sizes, const Segment& segment, int32
   const int32_t index = item - segment.first_item;
   const int32_t m = index % segment.num_blocks,
                 column = index / segment.num_blocks * sizes.cluster_size;
-  const int32_t before = m * sizes.tile.rows;
-  return {segment.gemm,
-          segment.slot,
-          segment.wave,
-          segment.row + before,
-          at_most(segment.num_rows - before, sizes.tile.rows),
-          segment.block + m,
-          column};
+  const RowSplit split(sizes, segment.num_rows);
+  return {segment.gemm,   segment.slot,      segment.wave, segment.row + split.first(m),
+          split.count(m), segment.block + m, column};
 }
 
 // Units of routes_done that one row of a tile of GEMM 2 adds.

@@ -97,8 +97,8 @@ void check(const Case& c) {
         inner_done[tile.block] += at_most(columns - tile.column, sizes.cluster_size);
         if (tile.column == 0) {
           for (int32_t row = tile.row; row < tile.row + tile.num_rows; ++row) {
-            const int32_t block =
-                block_of(sizes, first_block.data(), tile.slot, slot_first[tile.slot], row);
+            const int32_t block = block_of(sizes, first_block.data(), tile.slot,
+                                           slot_first[tile.slot], slot_first[tile.slot + 1], row);
             c.expect(block == tile.block, "block of a row", row);
             ++covered[row];
           }

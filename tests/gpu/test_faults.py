@@ -98,8 +98,9 @@ def test_a_rank_later_than_the_limit_fails_the_domain(place, stage):
     assert f"waited 700 ms for rank 5 in layer 0, stage {stage}, generation 2" in str(error)
     assert "raise timeout_s" in str(error)
     assert 0 <= error.rank < 8
-    # A rank computes while it copies, so it may be the first to miss its own READY.
-    assert error.rank != 5 or stage == "READY"
+    # A rank computes while it copies, so it may be the first to miss its own READY; on GPUs its
+    # other CTAs wait for the one that is to send its counts.
+    assert error.rank != 5 or stage == "READY" or (IS_GPU and stage == "counts")
     for _ in range(2):
         start = time.monotonic()
         assert_failed(lambda: run_layer(problem, domain=domain), TIMEOUT)
