@@ -40,10 +40,6 @@ struct Smem {
   size_t bytes;
 };
 
-bool copies_counts(const PlanConfig& config) {
-  return sizeof(int32_t) * config.slots.num_ranks * config.slots.num_experts <= kMaxCountsCopy;
-}
-
 Smem carve(const PlanConfig& config, size_t num_packed) {
   Smem smem{};
   Carver fixed{nullptr, 16};
@@ -61,9 +57,10 @@ Smem carve(const PlanConfig& config, size_t num_packed) {
   smem.warp_counts = early.take<int32_t>(kPlanThreads / 32 * config.slots.num_experts);
   carve_plan(config, late, smem.plan);
   carve_rewrite(config, kPlanThreads / 32, late, smem.rewrite);
-  if (copies_counts(config)) {
-    smem.counts_copy =
-        late.take<int32_t>(config.slots.num_ranks * static_cast<size_t>(config.slots.num_experts));
+  const size_t counts = static_cast<size_t>(config.slots.num_ranks) * config.slots.num_experts;
+  const size_t copy_bytes = sizeof(int32_t) * counts;
+  if (copy_bytes <= kMaxCountsCopy && late.used + copy_bytes <= kMaxSharedBytes) {
+    smem.counts_copy = late.take<int32_t>(counts);
   }
   smem.bytes = early.used > late.used ? early.used : late.used;
   return smem;

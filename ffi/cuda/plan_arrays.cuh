@@ -63,7 +63,7 @@ enum Scalar {
 };
 
 constexpr int32_t kMaxNodes = 255;       // groups of all levels at 128 ranks
-constexpr int32_t kMaxPairWords = 8192;  // of prepared pairs; further ones are looked up each time
+constexpr int32_t kMaxPairWords = 6144;  // of prepared pairs; further ones are looked up each time
 constexpr uint16_t kNoPair = 0xffff;
 constexpr int32_t kWarpRows = 64;  // broadcasts that one warp places and repairs
 
