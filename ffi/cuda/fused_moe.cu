@@ -216,8 +216,10 @@ const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DTyp
                         const FusedOptions& options) {
   const int32_t bytes = dtype == DType::kBF16 ? 2 : 4;
   if (shape.is_fp8() && (options.engine == MoeEngine::kPlain || !fits_tensor(shape, dtype))) {
-    return "FP8 weights take engine=tensor, bf16 and hidden and intermediate that are multiples "
-           "of 128: pad them, or take weights of x's dtype";
+    return dtype == DType::kBF16
+               ? "FP8 weights take engine=tensor and hidden and intermediate that are multiples of "
+                 "128: pad them, or take weights of x's dtype"
+               : "FP8 weights take engine=tensor, bf16: make x and the Domain dtype=bfloat16";
   }
   if (shape.element_bytes != bytes) return "the Domain's elements are not of this dtype";
   if (shape.hidden < 1 || shape.intermediate < 1 || shape.top_k < 1) {
