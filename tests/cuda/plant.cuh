@@ -14,9 +14,9 @@ namespace iser::cuda {
 static __global__ void planted_overrun(uint32_t* words) { words[(1 << 20) + threadIdx.x] = 1; }
 
 static __global__ void planted_race(uint32_t* words) {
-  __shared__ uint32_t word;
-  word = threadIdx.x;  // the barrier that is missing is the fault
-  words[threadIdx.x] = word;
+  __shared__ uint32_t own[64];
+  own[threadIdx.x] = words[threadIdx.x];  // the barrier that is missing is the fault
+  words[threadIdx.x] = own[threadIdx.x ^ 32];
 }
 
 static __global__ void planted_uninitialized(uint32_t* words) { words[threadIdx.x] += 1; }

@@ -14,14 +14,23 @@ KINDS = {
     "=r": "out",
     "+r": "inout",
     "=l": "out",
+    "=h": "out",
     "+f": "inout",
+    "f": "in",
     "r": "in",
     "l": "in",
     "n": "in",
     "h": "in",
 }
 # Kernels without barriers or warp operations: their threads run one after the other.
-PLAIN = ("fill_hashed", "oracle_inner", "oracle_hidden")
+PLAIN = (
+    "fill_hashed",
+    "fill_fp8",
+    "dequantize_planes",
+    "requantize_rows",
+    "oracle_inner",
+    "oracle_hidden",
+)
 
 
 def end_of_parentheses(text: str, begin: int) -> int:
@@ -52,6 +61,8 @@ def split_top(text: str, separator: str) -> list[str]:
 
 def translate_asm(inside: str) -> str:
     sections = split_top(inside, ":")
+    if sections[0].strip() == '""':
+        return "void()"  # for the compiler alone
     operands = []
     for section in sections[1:3]:
         for operand in split_top(section, ","):
@@ -64,7 +75,7 @@ def translate_asm(inside: str) -> str:
 def translate(text: str) -> str:
     text = re.sub(r"(//[^\n]*)", lambda m: m[0].replace('"', "'"), text)
     at = 0
-    while (found := re.compile(r"asm volatile\(").search(text, at)) is not None:
+    while (found := re.compile(r"\basm(?: volatile)?\(").search(text, at)) is not None:
         end = end_of_parentheses(text, found.end() - 1)
         call = translate_asm(text[found.end() : end])
         text = text[: found.start()] + call + text[end + 1 :]
@@ -81,7 +92,7 @@ def translate(text: str) -> str:
         how = "run_plain" if match[1].startswith(PLAIN) else "run"
         return f"simt::Launch({match[2]}).{how}([](const auto&... a) {{ {match[1]}(a...); }}, "
 
-    return re.sub(r"([\w:]+(?:<[\w:]+>)?)<<<(.*?)>>>\(\s*", launch, text, flags=re.DOTALL)
+    return re.sub(r"([\w:]+(?:<[\w:, ]+>)?)<<<(.*?)>>>\(\s*", launch, text, flags=re.DOTALL)
 
 
 def main() -> None:

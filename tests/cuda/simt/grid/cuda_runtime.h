@@ -38,6 +38,12 @@
 struct int2 {
   int x, y;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(16) int4 {
   int x, y, z, w;
 };
@@ -77,8 +83,18 @@ struct Barrier {
   }
 };
 
+// 64 rows, `columns` and 32 bytes of K.
+struct MmaShape {
+  int columns, depth;
+  bool is_fp8;
+
+  int num_acc() const { return columns / 2; }
+};
+constexpr int kMostColumns = 192, kMostDepth = 32;
+
 struct Mma {
-  std::vector<float*> accumulators;  // [128 * 96]
+  MmaShape shape;
+  std::vector<float*> accumulators;  // [128 * num_acc]
   uint64_t a, b;
   bool adds;
 };
@@ -391,6 +407,10 @@ T __shfl_sync(unsigned, T value, int source) {
   std::memcpy(&result, &got, sizeof(T));
   return result;
 }
+template <typename T>
+T __shfl_xor_sync(unsigned lanes, T value, int mask) {
+  return __shfl_sync(lanes, value, static_cast<int>(threadIdx.x % 32) ^ mask);
+}
 inline unsigned __ballot_sync(unsigned, bool holds) {
   const uint64_t* all = simt::exchange(holds);
   unsigned ballot = 0;
@@ -405,6 +425,7 @@ T __ldcg(const T* from) {
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float a) { return std::exp(a); }
 inline float __uint_as_float(unsigned bits) {

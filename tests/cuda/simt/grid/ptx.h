@@ -1,6 +1,10 @@
 // What the PTX of the sources does. The text is read: operands are those that it numbers.
 #pragma once
 
+#include <array>
+
+#include "ffi/core/fp8.h"
+
 namespace simt {
 
 struct Operand {
@@ -38,32 +42,44 @@ inline bool has(const std::string& text, const char* word) {
   return text.find(word) != std::string::npos;
 }
 
-// As the encoder of runtime.h fills it.
+// As the encoder of cuda.h fills it.
 struct TensorMap {
   uint8_t* base;
   uint64_t size[3], stride[3];  // strides in bytes; of dimension 0 the element's
   uint32_t box[3], rank;
+  bool is_swizzled;
 };
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// A box of 128-byte rows, swizzled; zero where the tensor ends.
+// Aborts where the hardware raises an error, or would place the box otherwise than land_box.
+inline void check_box(const TensorMap& map, uint32_t shared, const std::vector<int32_t>& at) {
+  const uint64_t row_bytes = map.box[0] * map.stride[0];
+  const int64_t first_byte = static_cast<int64_t>(at[0]) * static_cast<int64_t>(map.stride[0]);
+  const bool ok = map.is_swizzled ? shared % 1024 == 0 && row_bytes == 128
+                                  : shared % 128 == 0 && map.box[1] == 1 && first_byte % 16 == 0;
+  if (ok) return;
+  std::fprintf(stderr, "simt: %s box at %u of rows of %llu bytes from byte %lld on\n",
+               map.is_swizzled ? "swizzled" : "plain", shared,
+               static_cast<unsigned long long>(row_bytes), static_cast<long long>(first_byte));
+  std::abort();
+}
+
+// A box of 128-byte rows, swizzled, or one row as it is; zero where the tensor ends.
 inline void land_box(const TensorMap& map, uint32_t shared, const std::vector<int32_t>& at) {
-  if (shared % 1024 != 0 || map.box[0] * map.stride[0] != 128) {
-    std::fprintf(stderr, "simt: box at %u of rows of %llu bytes\n", shared,
-                 static_cast<unsigned long long>(map.box[0] * map.stride[0]));
-    std::abort();
-  }
+  check_box(map, shared, at);
+  const size_t bytes = map.stride[0];
   for (uint32_t row = 0; row < map.box[1]; ++row) {
     const uint64_t y = at[1] + row, z = map.rank == 3 ? at[2] : 0;
     const bool is_inside = y < map.size[1] && (map.rank == 2 || z < map.size[2]);
     for (uint32_t c = 0; c < map.box[0]; ++c) {
       const uint64_t x = at[0] + c;
-      uint16_t element = 0;
+      uint32_t element = 0;
       if (is_inside && x < map.size[0]) {
-        std::memcpy(&element, map.base + z * map.stride[2] + y * map.stride[1] + x * 2, 2);
+        std::memcpy(&element, map.base + z * map.stride[2] + y * map.stride[1] + x * bytes, bytes);
       }
-      std::memcpy(from_shared(swizzled(shared + row * 128 + c * 2)), &element, 2);
+      const uint32_t to = shared + row * 128 + c * bytes;
+      std::memcpy(from_shared(map.is_swizzled ? swizzled(to) : to), &element, bytes);
     }
   }
 }
@@ -74,49 +90,61 @@ inline float bf16_at(uint32_t address) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
 
+inline float e4m3_at(uint32_t address) {
+  static const std::array<float, 256> values = [] {
+    std::array<float, 256> all;
+    for (int code = 0; code < 256; ++code) all[code] = iser::fp8::from_e4m3(code);
+    return all;
+  }();
+  return values[*from_shared(swizzled(address))];
+}
+
 // One operand element as its descriptor places it.
-inline float operand_at(uint64_t descriptor, uint32_t row, uint32_t k) {
+inline float operand_at(const MmaShape& shape, uint64_t descriptor, uint32_t row, uint32_t k) {
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1) {
     std::fprintf(stderr, "simt: descriptor without the 128-byte swizzle\n");
     std::abort();
   }
-  return bf16_at(start + row / 8 * stride + row % 8 * 128 + k * 2);
+  const uint32_t at = start + row / 8 * stride + row % 8 * 128;
+  return shape.is_fp8 ? e4m3_at(at + k) : bf16_at(at + k * 2);
 }
 
 inline void multiply(const Mma& mma) {
-  static thread_local float a[64][16], b[192][16];
-  for (int k = 0; k < 16; ++k) {
-    for (int row = 0; row < 64; ++row) a[row][k] = operand_at(mma.a, row, k);
-    for (int row = 0; row < 192; ++row) b[row][k] = operand_at(mma.b, row, k);
+  static thread_local float a[64][kMostDepth], b[kMostColumns][kMostDepth];
+  const MmaShape& shape = mma.shape;
+  for (int k = 0; k < shape.depth; ++k) {
+    for (int row = 0; row < 64; ++row) a[row][k] = operand_at(shape, mma.a, row, k);
+    for (int row = 0; row < shape.columns; ++row) b[row][k] = operand_at(shape, mma.b, row, k);
   }
   for (int t = 0; t < 128; ++t) {
-    for (int i = 0; i < 96; ++i) {
+    for (int i = 0; i < shape.num_acc(); ++i) {
       const int row = t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8;
       const int column = i / 4 * 8 + t % 4 * 2 + i % 2;
-      float& d = *mma.accumulators[t * 96 + i];
+      float& d = *mma.accumulators[t * shape.num_acc() + i];
       float sum = mma.adds ? d : 0.0f;
-      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[column][k];
+      for (int k = 0; k < shape.depth; ++k) sum += a[row][k] * b[column][k];
       d = sum;
     }
   }
 }
 
-inline void issue_mma(const std::vector<Operand>& operands, const std::vector<int>& order) {
+// Operands are whether it adds, the accumulators, both descriptors.
+inline void issue_mma(const MmaShape& shape, const std::vector<Operand>& operands,
+                      const std::vector<int>& order) {
   WarpGroup& group = cta->groups[threadIdx.x / 128];
-  if (group.accumulators.empty()) group.accumulators.resize(128 * 96);
-  for (int i = 0; i < 96; ++i) {
-    group.accumulators[threadIdx.x % 128 * 96 + i] =
+  const int count = shape.num_acc();
+  group.accumulators.resize(128 * count);
+  for (int i = 0; i < count; ++i) {
+    group.accumulators[threadIdx.x % 128 * count + i] =
         static_cast<float*>(operands[order[1 + i]].out);
   }
-  const uint32_t generation = group.meeting.generation;
   if (group.meeting.arrived == 127) {
-    group.open.push_back({group.accumulators, operands[order[97]].bits, operands[order[98]].bits,
-                          operands[order[0]].bits != 0});
+    group.open.push_back({shape, group.accumulators, operands[order[1 + count]].bits,
+                          operands[order[2 + count]].bits, operands[order[0]].bits != 0});
   }
   meet(group.meeting, 128);
-  (void)generation;
 }
 
 inline void end_mma(uint32_t pending) {
@@ -162,7 +190,7 @@ inline void land_later(Cta& c, const TensorMap& map, uint32_t shared, uint32_t b
                        const std::vector<int32_t>& at) {
   c.landing.push_back([=] {
     land_box(map, shared, at);
-    uint64_t bytes = 2;
+    uint64_t bytes = map.stride[0];
     for (uint32_t i = 0; i < map.rank; ++i) bytes *= map.box[i];
     cta->barriers[barrier].bytes -= bytes;
     cta->barriers[barrier].settle();
@@ -189,7 +217,6 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
   std::vector<uint64_t> v;
   for (int i : order) v.push_back(operands.at(i).bits);
   const auto word = [&](int i) { return reinterpret_cast<uint32_t*>(v.at(i)); };
-  if (text.empty()) return;  // pins a register
   if (has(text, "ld.acquire") || has(text, "ld.relaxed")) {
     yield();
     *static_cast<uint32_t*>(operands[order[0]].out) = __atomic_load_n(word(1), __ATOMIC_SEQ_CST);
@@ -212,8 +239,16 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
     : has(text, "cp.async") ? tensor_copy(v, has(text, "multicast"))
                             : barrier_op(text, v);
     if (has(text, "cp.async") || has(text, "fence")) return;
-  } else if (has(text, "wgmma.mma_async")) {
-    issue_mma(operands, order);
+  } else if (has(text, "m64n192k16.f32.bf16.bf16")) {
+    issue_mma({192, 16, false}, operands, order);
+  } else if (has(text, "m64n128k32.f32.e4m3.e4m3")) {
+    issue_mma({128, 32, true}, operands, order);
+  } else if (has(text, "cvt.rn.satfinite.e4m3x2.f32")) {
+    // The first input goes to the high byte.
+    const auto code = [&](int i) {
+      return iser::fp8::to_e4m3(__uint_as_float(static_cast<uint32_t>(v.at(i))));
+    };
+    *static_cast<uint16_t*>(operands[order[0]].out) = code(2) | code(1) << 8;
   } else if (has(text, "wgmma.commit")) {
     WarpGroup& group = cta->groups[threadIdx.x / 128];
     meet(group.meeting, 128);
