@@ -1,9 +1,5 @@
 """jax_iser: expert-parallel MoE layers in JAX that balance their ranks at every call."""
 
-# Before the extension: with numpy 2.5 and ml_dtypes 0.6 the import of ml_dtypes was seen to crash in
-# processes that had loaded the extension first.
-import jax as _jax  # noqa: F401
-
 try:
     from jax_iser import _iser as _iser
 except ImportError as error:

@@ -367,10 +367,8 @@ def test_descriptors_are_not_inherited(driver):
 
 
 PEER = """
-import faulthandler, gc, os, sys, socket
+import faulthandler, os, sys, socket
 faulthandler.dump_traceback_later(25, exit=True)
-gc.disable()  # the import of ml_dtypes was seen to crash in this process, and in no other
-import jax
 from fake_cuda_driver import FakeDriver
 from jax_iser._bootstrap import _receive_fd, _send_fd
 from jax_iser._cuda_memory import allocate
