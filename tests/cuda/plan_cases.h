@@ -43,7 +43,8 @@ inline PlanConfig random_config(std::mt19937& rng, int32_t ranks) {
 }
 
 // Weights [P, E] of a workload: W0 balanced, W1 hot experts, W2 hot rank, W3 spread hot, W4 ragged
-// sources, W5 a zero expert and a zero rank, W6 a hotspot that rotates, W7 a burst.
+// sources, W5 a zero expert and a zero rank, W6 a hotspot that rotates, W7 a burst; W9 a source
+// that sends all to one expert, its own, so that they go to many hosts.
 inline std::vector<double> workload(std::mt19937& rng, int kind, int32_t ranks, int32_t experts) {
   std::vector<double> weight(static_cast<size_t>(ranks) * experts, 1.0);
   const int32_t home = experts / ranks, at = rng() % ranks, step = rng() % experts;
@@ -74,6 +75,9 @@ inline std::vector<double> workload(std::mt19937& rng, int kind, int32_t ranks, 
           break;
         case 8:
           w = std::exp(2.0 * std::sin(e * 12.9898 + step) + std::sin(s * 4.1 + e));
+          break;
+        case 9:
+          w = s != at ? 1 : e == at * home;
           break;
         default:
           break;

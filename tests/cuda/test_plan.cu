@@ -58,7 +58,7 @@ void test_counts(int32_t ranks, int32_t cases) {
     const PlanConfig config = random_config(rng, ranks);
     const int32_t experts = config.slots.num_experts, rows = config.max_broadcasts();
     CHECK_CUDA(prepare_plan_counts(config));
-    const auto weight = workload(rng, i % 9, ranks, experts);
+    const auto weight = workload(rng, i % 10, ranks, experts);
     const double scale = pick(rng, {1, 10, 100, 2000});
     std::vector<int32_t> host_counts(static_cast<size_t>(ranks) * experts);
     for (size_t j = 0; j < host_counts.size(); ++j) {
@@ -224,7 +224,7 @@ void test_op(int32_t ranks, int32_t domains, int32_t num_devices, const std::vec
         std::vector<std::vector<int32_t>>(sizes.num_banks,
                                           std::vector<int32_t>(sizes.config.max_broadcasts(), -1))};
     for (uint32_t generation = 1; generation <= 4; ++generation) {
-      const std::string why = check_call(domain, rng, (i + generation) % 9, generation, tables);
+      const std::string why = check_call(domain, rng, (i + generation) % 10, generation, tables);
       ++calls;
       if (!why.empty() && bad++ == 0) {
         first_bad = "domain " + std::to_string(i) + " generation " + std::to_string(generation) +
