@@ -66,8 +66,8 @@ FAULTS = {
     "a wave that overwrites the one before": (
         "waves: 1",
         "moe_pull.cuh",
-        "  if (wave > 0) {",
-        "  if (false) {",
+        "  if (wave == 0) return true;",
+        "  return true;",
     ),
 }
 
