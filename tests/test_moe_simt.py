@@ -17,7 +17,8 @@ CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH or in CXX")
 
-FLAGS = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-pthread"]
+# Fortified jumps take a change of stacks for a fault.
+FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-pthread"]
 SOURCES = ["ffi/cuda/fused_moe.cu", "tests/cuda/test_fused_moe.cu"]
 CASES = [
     "refusals",
@@ -29,6 +30,7 @@ CASES = [
     "devices: P=2",
     "waves:",
     "layers:",
+    "fp8:",
 ]
 
 # A name, a case that meets it, the file, what is right, what is wrong.
@@ -68,6 +70,48 @@ FAULTS = {
         "moe_pull.cuh",
         "  if (wave == 0) return true;",
         "  return true;",
+    ),
+    "FP8: up scaled as gate": (
+        "fp8: first, 1 rows",
+        "moe_fp8_multiply.cuh",
+        "{low * first, high * first, low * second, high * second}",
+        "{low * first, high * first, low * first, high * first}",
+    ),
+    "FP8: rows' scales not where their box begins": (
+        "fp8: ranks",
+        "moe_fp8_multiply.cuh",
+        "held_row(context_.local_idx, tile.row) % 4",
+        "held_row(context_.local_idx, tile.row) % 1",
+    ),
+    "FP8: a box of scales that begins at any row": (
+        "fp8: ranks",
+        "moe_tensor_load.cuh",
+        "scales, row & ~3, step",
+        "scales, row, step",
+    ),
+    "FP8: h scaled before all of its row is there": (
+        "fp8: first, 100 rows",
+        "moe_fp8_multiply.cuh",
+        "    sync_multipliers();\n",
+        "",
+    ),
+    "FP8: h scaled by half of its row": (
+        "fp8: first, 1 rows",
+        "moe_fp8_multiply.cuh",
+        "fmaxf(amax[0][at], amax[1][at])",
+        "amax[group_][at]",
+    ),
+    "FP8: a second row pulled without its scales": (
+        "fp8: first, 64 rows",
+        "moe_pull.cuh",
+        "if (kIsFp8) copy_scales(workspace, held + 1,",
+        "if (false) copy_scales(workspace, held + 1,",
+    ),
+    "FP8: products read before they are there": (
+        "fp8: first, 1 rows",
+        "moe_fp8_multiply.cuh",
+        "wgmma_wait<0>();",
+        "wgmma_wait<1>();",
     ),
 }
 

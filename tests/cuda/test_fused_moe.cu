@@ -274,8 +274,25 @@ void test_fp8_sizes() {
   }
 }
 
+void test_fp8_ranks() {
+  for (int ranks : {1, 2, 4, 8}) {
+    for (int kind = 0; kind < 8; ++kind) {
+      if (is_small && (ranks != 2 || kind != 2)) continue;
+      std::vector<MoeRun> runs(4);
+      runs[1].late_ready_ns = late_ns();
+      runs[2].options.tile_rows = 64;
+      runs[3].max_routes_per_rank = is_small ? 37 : 97;
+      test_case(text("fp8: ranks, V=%d, W%d", ranks, kind),
+                in_fp8(make_problem({ranks, ranks * 6, 2}, 4, is_small ? 256 : 384, 256,
+                                    is_small ? 16 : 200, kind, 10 * ranks + kind)),
+                runs);
+    }
+  }
+}
+
 void test_fp8() {
   test_fp8_sizes();
+  test_fp8_ranks();
   if (is_small) return;
   const std::vector<int32_t> rows{0, 1, 63, 64, 65, 127, 128, 129, 257, 10'000, 0};
   MoeProblem p =
@@ -291,18 +308,6 @@ void test_fp8() {
   runs[2].options.num_sms = 3;
   runs[3].options.cluster_size = 1;
   test_case("fp8: rows, 0 to 10,000 an expert", p, runs);
-  for (int ranks : {1, 2, 4, 8}) {
-    for (int kind = 0; kind < 8; ++kind) {
-      std::vector<MoeRun> runs(4);
-      runs[1].late_ready_ns = late_ns();
-      runs[2].options.tile_rows = 64;
-      runs[3].max_routes_per_rank = 97;
-      test_case(
-          text("fp8: ranks, V=%d, W%d", ranks, kind),
-          in_fp8(make_problem({ranks, ranks * 6, 2}, 4, 384, 256, 200, kind, 10 * ranks + kind)),
-          runs);
-    }
-  }
   MoeProblem stacked = in_fp8(make_problem({4, 8, 2}, 2, 128, 256, 100, 2, 8));
   stacked.num_layers = 3;
   stacked.is_stacked = true;

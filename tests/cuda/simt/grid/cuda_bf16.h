@@ -7,7 +7,6 @@ struct __nv_bfloat16 {
   uint16_t bits;
   __nv_bfloat16() = default;
   explicit __nv_bfloat16(float value);
-  operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 };
 struct __nv_bfloat162 {
   __nv_bfloat16 x, y;
@@ -20,7 +19,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
   return result;
 }
 inline __nv_bfloat16::__nv_bfloat16(float value) : bits(__float2bfloat16_rn(value).bits) {}
-inline float __bfloat162float(__nv_bfloat16 value) { return value; }
+inline float __bfloat162float(__nv_bfloat16 value) {
+  return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
+}
 inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) {
   return {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
 }

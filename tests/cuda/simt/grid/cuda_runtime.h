@@ -4,6 +4,7 @@
 // release of a buffer is found out. Not modelled: memory order, proxies, register counts.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -62,8 +63,11 @@ constexpr size_t kStackBytes = 96 << 10, kSharedBytes = 227 << 10;
 constexpr uint32_t kStaticBase = 1u << 24;  // addresses of shared memory that is not dynamic
 constexpr unsigned kResidentCtas = 6;
 
+// Begins by its context and goes on by jumps, which leave the signal mask, a system call, alone.
 struct Fiber {
   ucontext_t context;
+  jmp_buf place;
+  bool has_begun = false;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool is_done = false;
 };
@@ -129,7 +133,7 @@ struct Cta {
 };
 
 inline thread_local Cta* cta = nullptr;
-inline thread_local ucontext_t scheduler;
+inline thread_local jmp_buf scheduler;
 
 inline void enter(Cta* of, unsigned thread) {
   cta = of;
@@ -141,8 +145,16 @@ inline void enter(Cta* of, unsigned thread) {
 inline void yield() {
   Cta* const own = cta;
   const unsigned self = own->current;
-  swapcontext(&own->fibers[self].context, &scheduler);
+  if (_setjmp(own->fibers[self].place) == 0) _longjmp(scheduler, 1);
   enter(own, self);
+}
+
+// Until it yields or ends.
+inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.has_begun) _longjmp(fiber.place, 1);
+  fiber.has_begun = true;
+  setcontext(&fiber.context);
 }
 
 inline void meet(Meeting& meeting, uint32_t count) {
@@ -220,9 +232,8 @@ inline thread_local const std::function<void()>* entry;
 inline void run_fiber() {
   (*entry)();
   Cta* const own = cta;
-  Fiber& fiber = own->fibers[own->current];
-  fiber.is_done = true;
-  swapcontext(&fiber.context, &scheduler);
+  own->fibers[own->current].is_done = true;
+  _longjmp(scheduler, 1);
 }
 
 inline void start_fibers(Cta& c) {
@@ -230,7 +241,7 @@ inline void start_fibers(Cta& c) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = &scheduler;
+    fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
   }
 }
@@ -242,7 +253,7 @@ inline unsigned run_warp(Cta& c, unsigned warp) {
   for (unsigned i = warp * 32; i < end; ++i) {
     if (c.fibers[i].is_done) continue;
     enter(&c, i);
-    swapcontext(&scheduler, &c.fibers[i].context);
+    resume(c.fibers[i]);
     ended += c.fibers[i].is_done;
   }
   return ended;
