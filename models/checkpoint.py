@@ -11,6 +11,9 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jax_iser import fp8
+from jax_iser.nnx import Fp8Plane, RoutedBias
+
 from .config import ModelConfig
 from .lm import MoELM
 
@@ -21,50 +24,73 @@ _F32_NAMES = ("scale", "router", "routed_bias")
 
 def _variables(model: nnx.Module) -> dict[str, nnx.Variable]:
     """The variables that a checkpoint holds, by dotted name."""
-    state = nnx.state(model, nnx.Any(nnx.Param, nnx.OfType(_routed_bias_type())))
+    state = nnx.state(model, nnx.Any(nnx.Param, nnx.OfType(RoutedBias), nnx.OfType(Fp8Plane)))
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
-def _routed_bias_type():
-    from jax_iser.nnx import RoutedBias
-
-    return RoutedBias
-
-
 def save(model: MoELM, directory: str | Path, dtype=jnp.bfloat16) -> Path:
-    """Writes `model.safetensors` (matrices in `dtype`, the rest f32) and `config.json`."""
+    """Writes `model.safetensors` and `config.json`.
+
+    Matrices are stored in `dtype`, FP8 planes as their bytes, the rest in f32.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, variable in _variables(model).items():
-        kept = jnp.float32 if name.endswith(_F32_NAMES) else dtype
-        tensors[name] = np.asarray(variable.get_value().astype(kept))
+        value = variable.get_value()
+        if not isinstance(variable, Fp8Plane):
+            value = value.astype(jnp.float32 if name.endswith(_F32_NAMES) else dtype)
+        tensors[name] = np.asarray(value)
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "flax-nnx"})
     model.config.save(directory / CONFIG_FILE)
     return directory / WEIGHTS_FILE
 
 
+def _open(path):
+    try:
+        return safe_open(path, framework="flax")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def stored_weight_dtype(directory: str | Path) -> str | None:
+    """`"float8_e4m3fn"` where the routed experts are stored as FP8 planes, else None.
+
+    Raises:
+      ValueError: the file cannot be read.
+    """
+    with _open(Path(directory) / WEIGHTS_FILE) as tensors:
+        dtypes = {tensors.get_slice(name).get_dtype() for name in list(tensors.keys())}
+    return fp8.NAME if "U8" in dtypes else None
+
+
 def _load_weights(model, path):
     """Fills the abstract `model` from the file, each tensor with the dtype and sharding it has."""
     expected = _variables(model)
-    try:
-        tensors = safe_open(path, framework="flax")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
-    with tensors:
+    with _open(path) as tensors:
         missing = sorted(set(expected) - set(tensors.keys()))
         unknown = sorted(set(tensors.keys()) - set(expected))
         if missing or unknown:
             raise ValueError(f"{path}: tensors missing {missing}, not in the model {unknown}")
         for name, variable in expected.items():
             abstract = variable.get_value()
-            shape = tuple(tensors.get_slice(name).get_shape())
-            if shape != abstract.shape:
+            stored = tensors.get_slice(name)
+            shape, wanted = tuple(stored.get_shape()), abstract.shape
+            quantises = isinstance(variable, Fp8Plane) and stored.get_dtype() != "U8"
+            if quantises:
+                wanted = _plane_shape(model.config, name)
+            if shape != wanted:
                 raise ValueError(
-                    f"{path}: tensor {name} has shape {shape}, expected {abstract.shape} from "
-                    f"{CONFIG_FILE}"
+                    f"{path}: tensor {name} has shape {shape}, expected {wanted} from {CONFIG_FILE}"
                 )
-            variable.set_value(_place(tensors.get_tensor(name), abstract))
+            value = tensors.get_tensor(name)
+            variable.set_value(_place(fp8.quantize_plane(value) if quantises else value, abstract))
+
+
+def _plane_shape(config, name):
+    """`[num_experts, rows, columns]` of a plane of the routed experts."""
+    sizes = (config.intermediate_size, config.hidden_size)
+    return (config.num_experts, *(sizes[::-1] if name.endswith(".down") else sizes))
 
 
 def _place(value, abstract):
@@ -73,25 +99,31 @@ def _place(value, abstract):
     return value if sharding is None else jax.device_put(value, sharding)
 
 
-def from_pretrained(directory: str | Path, *, dtype=jnp.float32, **options) -> MoELM:
+def from_pretrained(
+    directory: str | Path, *, dtype=jnp.float32, weight_dtype: str | None = None, **options
+) -> MoELM:
     """Loads the model that `save` wrote.
 
     Args:
       directory: holds `config.json` and `model.safetensors`.
       dtype: of weights and activations; norms and router stay f32.
+      weight_dtype: `"float8_e4m3fn"` quantises the routed experts as they are read. Those that are
+        stored so stay so.
       **options: of `MoELM`: mesh, axis, balance, method and so on.
 
     Raises:
       FileNotFoundError: the directory lacks one of the two files.
       ValueError: a tensor is missing, unknown or of the wrong shape: names file, tensor, the
-        shape found and the one expected.
+        shape found and the one expected. Sizes that FP8 weights do not take.
     """
     directory = Path(directory)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory / name} is missing: not a model directory")
     config = ModelConfig.load(directory / CONFIG_FILE)
-    model = MoELM(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0), **options)
+    weight_dtype = weight_dtype or stored_weight_dtype(directory)
+    options |= {"dtype": dtype, "param_dtype": dtype, "weight_dtype": weight_dtype}
+    model = MoELM(config, rngs=nnx.Rngs(0), **options)
     _load_weights(model, directory / WEIGHTS_FILE)
     return model
 

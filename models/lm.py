@@ -121,6 +121,7 @@ class MoELM(nnx.Module):
       config: its sizes.
       dtype: of activations and matmuls; norms, router and logits are f32.
       param_dtype: of the weights but norms and router.
+      weight_dtype: of the routed experts: None, for param_dtype, or `"float8_e4m3fn"`.
       mesh, axis: with a mesh, sequences are sharded over `axis` (attention is data parallel) and
         experts are spread over it. Its axes must be of type Auto.
       balance, method, reference_scheme: see `jax_iser.nnx.MoE`.
@@ -134,6 +135,7 @@ class MoELM(nnx.Module):
         *,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
+        weight_dtype: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
         axis: str = "ep",
         balance: str = "haloq",
@@ -148,6 +150,7 @@ class MoELM(nnx.Module):
                 "axis_types=(jax.sharding.AxisType.Auto,)"
             )
         self.config, self.dtype, self.mesh, self.axis = config, jnp.dtype(dtype), mesh, axis
+        self.weight_dtype = weight_dtype
         normal = nnx.initializers.normal(1.0)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = nnx.Param(normal(rngs.params(), (vocab, hidden), param_dtype))
@@ -157,6 +160,7 @@ class MoELM(nnx.Module):
                 layer,
                 attention=attention,
                 param_dtype=param_dtype,
+                weight_dtype=weight_dtype,
                 mesh=mesh,
                 axis=axis,
                 balance=balance,

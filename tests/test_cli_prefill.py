@@ -1,5 +1,6 @@
 """`jax-iser prefill`: its figures against what recorded routing and logits say themselves."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jax_iser import fp8
 from jax_iser import prefill as engine
 from jax_iser.cli import _devices, main, prefill
 from jax_iser.cli._output import UsageError
@@ -30,6 +32,7 @@ TINY = ModelConfig(
     top_k=2,
     shared_intermediate_size=32,
 )
+IN_BLOCKS = dataclasses.replace(TINY, hidden_size=128, intermediate_size=128)
 BUNDLE_BYTES = 3 * 32 * 24 * 4
 EP, TOKENS = 8, 16
 KEYS = {
@@ -149,6 +152,26 @@ def test_bits_per_byte_are_those_of_the_model_on_one_device(run, model_dir, text
     logits = nnx.jit(lambda m, t: m(t))(model, stream[:-1].reshape(-1, TOKENS))
     expected = float(bits_per_byte(logits, stream[1:].reshape(-1, TOKENS)))
     assert run[0]["bits_per_byte"] == pytest.approx(expected, rel=1e-4)  # f32 sums in other orders
+
+
+def test_experts_in_fp8(text, tmp_path, capsys):
+    """Quantised when they are read, and as a model stores them that has been: the same bits."""
+    save(MoELM(IN_BLOCKS, method="reference", rngs=nnx.Rngs(3)), tmp_path / "plain")
+    save(from_pretrained(tmp_path / "plain", weight_dtype=fp8.NAME), tmp_path / "planes")
+    results = []
+    for name, options in (("plain", ("--weight-dtype", fp8.NAME)), ("planes", ())):
+        options = ("--chunks", 2, "--arms", "off,on", "--json", "-", *options)
+        assert main(arguments(tmp_path / name, text, *options)) == 0
+        out, err = capsys.readouterr()
+        assert f"experts in {fp8.NAME}" in err
+        results.append(json.loads(out))
+    for result in results:
+        assert result["bitwise_equal"] is True
+        assert result["weight_dtype"] == fp8.NAME
+        copies = sum(layer["remote_copies"] for layer in result["layers"])
+        assert copies > 0
+        assert result["copied_bytes"] == copies * 3 * fp8.plane_bytes(128, 128)
+    assert results[0]["logits_sha256"] == results[1]["logits_sha256"]
 
 
 def test_picture_is_a_png(run):
@@ -283,6 +306,11 @@ def test_bits_leave_separators_out():
         (
             ["--coordinator", "h:1", "--num-processes", "3", "--process-id", "0"],
             ["8 devices", "--num-processes 3"],
+        ),
+        (["--weight-dtype", "int8"], ["'int8'", "float8_e4m3fn"]),
+        (
+            ["--weight-dtype", "float8_e4m3fn"],
+            ["--weight-dtype float8_e4m3fn", "hidden_size=32 is not a multiple of 128"],
         ),
         (["--nonsense"], ["--nonsense"]),
         (["--platform", "gpu"], ["--platform gpu", "JAX_PLATFORMS=cpu"]),

@@ -48,6 +48,16 @@ def load_config(path: Path):
         raise Failure(f"{path / CONFIG_FILE}: {error}") from error
 
 
+def stored_weight_dtype(path: Path) -> str | None:
+    """`jax_iser.models.checkpoint.stored_weight_dtype`; Failure where the file is unreadable."""
+    from jax_iser.models import checkpoint
+
+    try:
+        return checkpoint.stored_weight_dtype(path)
+    except ValueError as error:
+        raise Failure(str(error)) from error
+
+
 def load_model(path: Path, **options):
     """`jax_iser.models.from_pretrained`; Failure where the file does not fit its config."""
     from jax_iser.models import from_pretrained

@@ -26,6 +26,7 @@ def summarize(args, model: str, config, measurement: Measurement) -> dict:
         "ranks_per_device": args.ranks_per_device,
         "min_group_size": args.min_group_size,
         "method": args.method,
+        "weight_dtype": args.weight_dtype,
         "platform": args.platform,
         "seconds_of": measurement.seconds_of,
         "arms": list(args.arms),

@@ -20,6 +20,7 @@ from jax_iser.cli._prefill_options import add_arguments, check
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
+_SIZE_NAMES = ("hidden_size", "intermediate_size")
 _KINDS = {"cpu": "CPU devices", "gpu": "GPUs"}
 EXAMPLE = "jax-iser prefill --text README.md docs/*.md --chunks 2 --plot prefill.png --json -"
 
@@ -37,10 +38,12 @@ def run(args: argparse.Namespace) -> int:
         _devices.join_processes(args.coordinator, args.num_processes, args.process_id)
     is_first = not args.process_id
     config = _model.load_config(path)
+    _choose_dtypes(args, path, config)
     domain_config = _domain_config(args, config)
     inputs, targets, text = _read_text(args)
     mesh = _devices.make_mesh(num_devices, args.platform)
-    model = _model.load_model(path, mesh=mesh, method=args.method)
+    dtypes = {"dtype": args.dtype, "weight_dtype": args.weight_dtype}
+    model = _model.load_model(path, mesh=mesh, method=args.method, **dtypes)
     console = progress_console()
     if is_first:
         _introduce(console, args, path, domain_config, inputs, text)
@@ -59,6 +62,23 @@ def _choose_devices(args) -> None:
         args.ranks_per_device = args.ep // shares[-1] if shares else 1
 
 
+def _choose_dtypes(args, path, config) -> None:
+    """Settles `--weight-dtype` where it was left open, and the dtype that the model runs in."""
+    from jax_iser import fp8
+
+    if args.weight_dtype is not None:
+        try:
+            fp8.check_sizes(config.hidden_size, config.intermediate_size, *_SIZE_NAMES)
+        except ValueError as error:
+            raise UsageError(
+                f"--weight-dtype {args.weight_dtype}: {path}: {error}, or leave the option out"
+            ) from error
+    else:
+        args.weight_dtype = _model.stored_weight_dtype(path)
+    # GPUs take FP8 with bf16 tokens alone.
+    args.dtype = "float32" if args.weight_dtype is None else "bfloat16"
+
+
 def _domain_config(args, config):
     """The sizes of the Domain; also what the reference plans with."""
     from jax_iser.config import DomainConfig
@@ -74,6 +94,8 @@ def _domain_config(args, config):
             max_tokens_per_rank=args.tokens_per_rank,
             num_helper_slots=args.slots,
             num_layers=config.num_layers,
+            dtype=args.dtype,
+            weight_dtype=args.weight_dtype,
             min_group_size=args.min_group_size,
             platform="cuda" if args.platform == "gpu" else "cpu",
         )
@@ -113,7 +135,8 @@ def _introduce(console, args, path, domain_config, inputs, text) -> None:
     if args.method == "fused":
         size = describe(domain_config, args.num_processes or 1)["bytes_total"]
         ranks += f", {size / 2**20:.1f} MiB of symmetric memory"
-    console.print(f"{ranks}, method {args.method}")
+    weights = "" if args.weight_dtype is None else f", experts in {args.weight_dtype}"
+    console.print(f"{ranks}, method {args.method}{weights}")
 
 
 def _measure(args, model, mesh, config, inputs, targets, console, is_first):
