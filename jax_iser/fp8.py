@@ -21,10 +21,11 @@ NAME = "float8_e4m3fn"  # as a Domain's `weight_dtype`
 def plane_bytes(rows: int, columns: int) -> int:
     """Bytes of a plane `[rows, columns]` of one expert: values, then scales, each padded."""
     scales = 4 * -(-rows // BLOCK) * -(-columns // BLOCK)
-    return _round_up(_value_bytes(rows, columns) + scales, 128)
+    return _round_up(value_bytes(rows, columns) + scales, 128)
 
 
-def _value_bytes(rows, columns):
+def value_bytes(rows: int, columns: int) -> int:
+    """Where the scales begin in a plane."""
     return _round_up(rows * columns, 16)
 
 
@@ -108,7 +109,7 @@ def _quantize_plane(plane):
     codes = codes[..., :rows, :columns].reshape(*lead, rows * columns)
     down = lax.bitcast_convert_type(down.reshape(*lead, down.shape[-2] * down.shape[-1]), jnp.uint8)
     down = down.reshape(*lead, down.shape[-2] * 4)
-    codes = _pad_to(codes, _value_bytes(rows, columns))
+    codes = _pad_to(codes, value_bytes(rows, columns))
     return _pad_to(jnp.concatenate([codes, down], -1), plane_bytes(rows, columns))
 
 
@@ -146,7 +147,7 @@ def split_plane(plane, rows, columns) -> tuple[jax.Array, jax.Array]:
     plane, lead = jnp.asarray(plane), plane.shape[:-1]
     grid = (-(-rows // BLOCK), -(-columns // BLOCK))
     values = plane[..., : rows * columns].reshape(*lead, rows, columns)
-    first = _value_bytes(rows, columns)
+    first = value_bytes(rows, columns)
     scales = plane[..., first : first + 4 * grid[0] * grid[1]].reshape(*lead, *grid, 4)
     to_type = lax.bitcast_convert_type
     return to_type(values, jnp.float8_e4m3fn), to_type(scales, jnp.float32)

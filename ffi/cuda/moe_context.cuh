@@ -65,6 +65,14 @@ struct MoeContext {
     const SlotSpace& slots = call.sizes.slots;
     return 3 * (bank() * slots.num_helper_slots + slot - slots.num_home());
   }
+  // A slot's plane of weights, 0 to 2, at home or in the helper bank.
+  __device__ const uint8_t* plane(int32_t slot, int32_t which) const {
+    const size_t bytes = call.launch.shape.plane_bytes();
+    if (call.is_helper(slot)) {
+      return block(rank()).section<uint8_t>(Section::kBanks) + (helper_plane(slot) + which) * bytes;
+    }
+    return static_cast<const uint8_t*>(call.launch.weights[which]) + expert(slot) * bytes;
+  }
   // Where a row's result goes.
   __device__ uint8_t* target(const RowSource& source) const {
     return block(source.rank).section<uint8_t>(Section::kCombine) +

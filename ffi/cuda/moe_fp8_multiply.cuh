@@ -64,16 +64,8 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
 
   __device__ const float* scales_of(const Tile& tile, int32_t which, int32_t block,
                                     int32_t depth) const {
-    const MoeCall& call = context_.call;
-    const DomainShape& shape = call.launch.shape;
-    const uint8_t* plane;
-    if (call.is_helper(tile.slot)) {
-      plane = context_.block(context_.rank()).template section<uint8_t>(Section::kBanks) +
-              (context_.helper_plane(tile.slot) + which) * shape.plane_bytes();
-    } else {
-      plane = static_cast<const uint8_t*>(call.launch.weights[which]) +
-              context_.expert(tile.slot) * shape.plane_bytes();
-    }
+    const DomainShape& shape = context_.call.launch.shape;
+    const uint8_t* const plane = context_.plane(tile.slot, which);
     return reinterpret_cast<const float*>(plane +
                                           fp8::plane_values(shape.hidden, shape.intermediate)) +
            static_cast<size_t>(block) * fp8::num_blocks(depth);

@@ -76,14 +76,7 @@ class PlainMultiplier {
 
   // The plane of a slot's weights, 0 to 2.
   __device__ const T* weights(int32_t slot, int32_t plane) const {
-    const MoeCall& call = context_.call;
-    const uint8_t* at =
-        call.is_helper(slot)
-            ? context_.block(context_.rank()).template section<uint8_t>(Section::kBanks) +
-                  (context_.helper_plane(slot) + plane) * call.launch.shape.plane_bytes()
-            : static_cast<const uint8_t*>(call.launch.weights[plane]) +
-                  context_.expert(slot) * call.launch.shape.plane_bytes();
-    return reinterpret_cast<const T*>(at);
+    return reinterpret_cast<const T*>(context_.plane(slot, plane));
   }
 
   // 64 rows of `depth` columns, `count` of them there, to shared memory with k first; 0 elsewhere.

@@ -57,7 +57,7 @@ def quantize_plane_numpy(plane) -> np.ndarray:
     bytes_of = np.zeros((*lead, fp8.plane_bytes(rows, columns)), np.uint8)
     bytes_of[..., : rows * columns] = codes.view(np.uint8)
     scales = np.ascontiguousarray(scales.reshape(*lead, -1)).view(np.uint8)
-    first = -(-rows * columns // 16) * 16
+    first = fp8.value_bytes(rows, columns)
     bytes_of[..., first : first + scales.shape[-1]] = scales
     return bytes_of
 
@@ -67,7 +67,7 @@ def split_plane_numpy(plane, rows, columns) -> tuple[np.ndarray, np.ndarray]:
     plane, lead = np.asarray(plane), plane.shape[:-1]
     grid = (-(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
     values = np.ascontiguousarray(plane[..., : rows * columns]).view(ml_dtypes.float8_e4m3fn)
-    first = -(-rows * columns // 16) * 16
+    first = fp8.value_bytes(rows, columns)
     scales = np.ascontiguousarray(plane[..., first : first + 4 * grid[0] * grid[1]])
     values = values.reshape(*lead, rows, columns).astype(np.float32)
     return values, scales.view(np.float32).reshape(*lead, *grid)

@@ -138,19 +138,22 @@ void test_sizes() {
   }
 }
 
-// Experts with these many rows, on one rank.
-void test_rows() {
-  const std::vector<int32_t> rows =
-      is_small ? std::vector<int32_t>{0, 1, 65}
-               : std::vector<int32_t>{0, 1, 63, 64, 65, 127, 128, 129, 257, 10'000, 0};
-  MoeProblem p = make_problem({1, static_cast<int32_t>(rows.size()), 0}, 1, is_small ? 64 : 256,
-                              is_small ? 64 : 192, 1, 0, 3);
+// Experts with these many rows, on one rank, in any order.
+MoeProblem with_rows(const std::vector<int32_t>& rows, int32_t hidden, int32_t inner) {
+  MoeProblem p = make_problem({1, static_cast<int32_t>(rows.size()), 0}, 1, hidden, inner, 1, 0, 3);
   std::vector<int32_t> ids;
   for (size_t e = 0; e < rows.size(); ++e) ids.insert(ids.end(), rows[e], static_cast<int>(e));
   std::mt19937 rng(4);
   std::shuffle(ids.begin(), ids.end(), rng);
   p.num_tokens = ids.size();
   p.ids = {ids};
+  return p;
+}
+
+const std::vector<int32_t> kRows{0, 1, 63, 64, 65, 127, 128, 129, 257, 10'000, 0};
+
+void test_rows() {
+  const MoeProblem p = is_small ? with_rows({0, 1, 65}, 64, 64) : with_rows(kRows, 256, 192);
   std::vector<MoeRun> runs(6);
   runs[1].options.tile_rows = 64;
   runs[2].options.tile_rows = 128;
@@ -239,15 +242,19 @@ void test_plain() {
   }
 }
 
-void test_layers() {
-  MoeProblem p = make_problem({4, 8, 2}, 2, 128, 192, is_small ? 16 : 100, 2, 8);
+// Each layer of three in stacked weights.
+void test_stacked(const char* name, MoeProblem p) {
   p.num_layers = 3;
   p.is_stacked = true;
   for (int layer = 0; layer < 3; ++layer) {
     p.layer = layer;
-    test_case(text("layers: stacked, layer %d of %d", layer, 3), p,
-              {with_cluster(1), with_cluster(2)});
+    test_case(text(name, layer, 3), p, {with_cluster(1), with_cluster(2)});
   }
+}
+
+void test_layers() {
+  test_stacked("layers: stacked, layer %d of %d",
+               make_problem({4, 8, 2}, 2, 128, 192, is_small ? 16 : 100, 2, 8));
 }
 
 // FP8 weights: the same things as of bf16 above.
@@ -294,28 +301,13 @@ void test_fp8() {
   test_fp8_sizes();
   test_fp8_ranks();
   if (is_small) return;
-  const std::vector<int32_t> rows{0, 1, 63, 64, 65, 127, 128, 129, 257, 10'000, 0};
-  MoeProblem p =
-      in_fp8(make_problem({1, static_cast<int32_t>(rows.size()), 0}, 1, 256, 256, 1, 0, 3));
-  std::vector<int32_t> ids;
-  for (size_t e = 0; e < rows.size(); ++e) ids.insert(ids.end(), rows[e], static_cast<int>(e));
-  std::mt19937 rng(4);
-  std::shuffle(ids.begin(), ids.end(), rng);
-  p.num_tokens = ids.size();
-  p.ids = {ids};
   std::vector<MoeRun> runs(4);
   runs[1].options.tile_rows = 64;
   runs[2].options.num_sms = 3;
   runs[3].options.cluster_size = 1;
-  test_case("fp8: rows, 0 to 10,000 an expert", p, runs);
-  MoeProblem stacked = in_fp8(make_problem({4, 8, 2}, 2, 128, 256, 100, 2, 8));
-  stacked.num_layers = 3;
-  stacked.is_stacked = true;
-  for (int layer = 0; layer < 3; ++layer) {
-    stacked.layer = layer;
-    test_case(text("fp8: stacked, layer %d of %d", layer, 3), stacked,
-              {with_cluster(1), with_cluster(2)});
-  }
+  test_case("fp8: rows, 0 to 10,000 an expert", in_fp8(with_rows(kRows, 256, 256)), runs);
+  test_stacked("fp8: stacked, layer %d of %d",
+               in_fp8(make_problem({4, 8, 2}, 2, 128, 256, 100, 2, 8)));
   std::vector<MoeRun> kernels(3);
   for (MoeRun& run : kernels) run.by_kernels = true;
   kernels[1].late_ready_ns = late_ns();

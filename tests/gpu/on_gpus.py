@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from layers import make_domain, make_problem
+from layers import OFF, apply_layer, make_domain, make_problem, run_layer
 
 from jax_iser import IserError
 
@@ -65,6 +66,28 @@ def domain_at(problem, place: Place, **knobs):
     """A Domain there, whose limits end a test that hangs within seconds."""
     limits = {"timeout_s": 5.0, "startup_timeout_s": 5.0}
     return make_domain(problem, ranks_per_device=place.ranks_per_device, **limits | knobs)
+
+
+@functools.cache
+def layer_by_operand(mesh):
+    """The layer over stacked weights, the layer's number an operand."""
+    return jax.jit(lambda layer, *args: apply_layer(mesh, *args, layer=layer))
+
+
+def outputs_by_position(problem, place: Place, row, num_rows: int) -> dict:
+    """Outputs, without replicas, of a row of x that stands at one of the first after the other.
+
+    By `(num_rows, position)`.
+    """
+    found = {}
+    with domain_at(problem, place) as domain:
+        for position in range(0, num_rows, 29):
+            kept = problem.x[position].copy()
+            problem.x[position] = row
+            y, _ = run_layer(problem, domain=domain, options=OFF)
+            found[num_rows, position] = y[position]
+            problem.x[position] = kept
+    return found
 
 
 def assert_failed(call, code: int) -> None:

@@ -5,10 +5,17 @@ import functools
 import jax
 import numpy as np
 import pytest
-from gpu.on_gpus import EIGHT, Place, domain_at, only_on_gpus, over
+from gpu.on_gpus import (
+    EIGHT,
+    Place,
+    domain_at,
+    layer_by_operand,
+    only_on_gpus,
+    outputs_by_position,
+    over,
+)
 from layers import (
     OFF,
-    apply_layer,
     assert_replicas,
     assert_same_bits,
     assert_same_plan,
@@ -144,13 +151,7 @@ def test_one_row_at_every_position():
         problem.topk_weights[:] = 0.7
         problem.topk_ids[:num_rows], problem.topk_ids[num_rows:] = 0, -1
         problem = type(problem)(problem.x, problem.topk_ids, problem.topk_weights, weights, 2)
-        with domain_at(problem, place) as domain:
-            for position in range(0, num_rows, 29):
-                kept = problem.x[position].copy()
-                problem.x[position] = row
-                y, _ = run_layer(problem, domain=domain, options=OFF)
-                found[num_rows, position] = y[position]
-                problem.x[position] = kept
+        found |= outputs_by_position(problem, place, row, num_rows)
     for (num_rows, position), bits in found.items():
         assert_same_bits(bits, found[1, 0], f"row {position} of {num_rows}, against a row alone")
 
@@ -166,12 +167,6 @@ def test_bad_tokens_stay_where_they_are(widest, value):
     good = np.delete(np.arange(len(y)), 100)
     assert np.isnan(np.asarray(y[100], np.float32)).all()
     assert_same_bits(y[good], expected[good])
-
-
-@functools.cache
-def layer_by_operand(mesh):
-    """The layer over stacked weights, the layer's number an operand."""
-    return jax.jit(lambda layer, *args: apply_layer(mesh, *args, layer=layer))
 
 
 @pytest.mark.parametrize("copy_rule", ["owner_direct", "sami", "per_slot"])

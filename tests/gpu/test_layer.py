@@ -5,10 +5,19 @@ import functools
 import jax
 import numpy as np
 import pytest
-from gpu.on_gpus import EIGHT, ENGINES, TOLERANCE, Place, domain_at, over, problem_at
+from gpu.on_gpus import (
+    EIGHT,
+    ENGINES,
+    TOLERANCE,
+    Place,
+    domain_at,
+    layer_by_operand,
+    outputs_by_position,
+    over,
+    problem_at,
+)
 from layers import (
     OFF,
-    apply_layer,
     assert_replicas,
     assert_same_bits,
     assert_same_plan,
@@ -215,13 +224,7 @@ def test_one_row_at_every_position(engine):
         problem = problem.__class__(
             problem.x, problem.topk_ids, problem.topk_weights, weights_of(engine), 2
         )
-        with domain_at(problem, place) as domain:
-            for position in range(0, num_rows, 29):
-                kept = problem.x[position].copy()
-                problem.x[position] = row
-                y, _ = run_layer(problem, domain=domain, options=OFF)
-                found[num_rows, position] = y[position]
-                problem.x[position] = kept
+        found |= outputs_by_position(problem, place, row, num_rows)
     for (num_rows, position), bits in found.items():
         assert_same_bits(bits, found[1, 0], f"row {position} of {num_rows}, against a row alone")
 
@@ -229,12 +232,6 @@ def test_one_row_at_every_position(engine):
 @functools.cache
 def weights_of(engine):
     return one_row_problem(1, engine)[0].weights
-
-
-@functools.cache
-def layer_by_operand(mesh):
-    """The layer over stacked weights, the layer's number an operand."""
-    return jax.jit(lambda layer, *args: apply_layer(mesh, *args, layer=layer))
 
 
 @pytest.mark.parametrize("bank", ["shared", "per_layer"])
