@@ -12,13 +12,14 @@
 // without replicas, "installed" with replicas and routes made before the clock starts, "included"
 // with plan, copy and READY inside it; "balanced" routing (every expert as often) without replicas,
 // with them (there are none to make), and with all inside; "uniform" routing by chance, without
-// replicas. `ms` are medians of 20 of the slowest device; `tflops` counts 6 D I of every routed row
-// of a GPU; `of_dense` is against the best dense product.
+// replicas. `ms` are medians of 20 of the slowest device, arms in turn; `tflops` counts 6 D I of
+// every routed row of a GPU; `of_dense` is against the best dense product.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <string>
@@ -112,53 +113,84 @@ struct Timing {
   double imbalance_after;        // of its plan
 };
 
-Timing time_calls(MoeWorld& world, const MoeRun& run) {
-  const size_t count = world.devices.size();
-  std::vector<cudaEvent_t> begins(count), ends(count);
-  for (size_t d = 0; d < count; ++d) {
-    CHECK_CUDA(cudaSetDevice(world.devices[d]->gpu));
-    CHECK_CUDA(cudaEventCreate(&begins[d]));
-    CHECK_CUDA(cudaEventCreate(&ends[d]));
-  }
-  MoeRun timed = run;
-  if (run.by_kernels) timed.starts = begins.data();
+// One arm of a benchmark: calls of a world, each between two events.
+struct Arm {
+  const char* name;
+  MoeWorld& world;
+  MoeRun run;
+  std::vector<cudaEvent_t> begins, ends;
   std::vector<double> times;
-  for (int i = 0; i < kWarmUps + kRepeats; ++i) {
-    world.prepare(timed);
+  Timing timing{};
+
+  Arm(const char* n, MoeWorld& w, const MoeRun& r)
+      : name(n), world(w), run(r), begins(w.devices.size()), ends(w.devices.size()) {
+    for (size_t d = 0; d < begins.size(); ++d) {
+      CHECK_CUDA(cudaSetDevice(world.devices[d]->gpu));
+      CHECK_CUDA(cudaEventCreate(&begins[d]));
+      CHECK_CUDA(cudaEventCreate(&ends[d]));
+    }
+    if (run.by_kernels) run.starts = begins.data();
+  }
+  Arm(const Arm&) = delete;
+  ~Arm() {
+    for (size_t d = 0; d < begins.size(); ++d) {
+      cudaEventDestroy(begins[d]);
+      cudaEventDestroy(ends[d]);
+    }
+  }
+
+  void call() {
+    world.prepare(run);
     if (!run.by_kernels) world.sync();  // replicas are there, READY has come
-    for (size_t d = 0; d < count; ++d) {
+    for (size_t d = 0; d < begins.size(); ++d) {
       const MoeDevice& device = *world.devices[d];
       CHECK_CUDA(cudaSetDevice(device.gpu));
       if (!run.by_kernels) {
         spin_kernel<<<1, 1, 0, device.main>>>(kLaunchNs);
         CHECK_CUDA(cudaEventRecord(begins[d], device.main));
       }
-      world.fused(d, timed);
+      world.fused(d, run);
       CHECK_CUDA(cudaEventRecord(ends[d], device.main));
     }
     world.sync();
     double slowest = 0;
-    for (size_t d = 0; d < count; ++d) {
+    for (size_t d = 0; d < begins.size(); ++d) {
       float ms = 0;
       CHECK_CUDA(cudaEventElapsedTime(&ms, begins[d], ends[d]));
       slowest = std::max<double>(slowest, ms);
     }
-    if (i >= kWarmUps) times.push_back(slowest);
+    times.push_back(slowest);
   }
-  const std::string why = world.check_state();
-  if (!why.empty()) {
-    std::fprintf(stderr, "failed while timed: %s\n", why.c_str());
-    std::exit(3);
+
+  void finish() {
+    const std::string why = world.check_state();
+    if (!why.empty()) {
+      std::fprintf(stderr, "failed while timed: %s\n", why.c_str());
+      std::exit(3);
+    }
+    const std::vector<int32_t> loads = world.devices[0]->out_loads.get();
+    const auto after = loads.begin() + loads.size() / 2;
+    const double total = std::accumulate(after, loads.end(), 0.0);
+    timing = {median({times.begin() + kWarmUps, times.end()}), world.devices[0]->stamps.get(),
+              *std::max_element(after, loads.end()) * (loads.size() / 2) / std::max(total, 1.0)};
   }
-  for (size_t d = 0; d < count; ++d) {
-    CHECK_CUDA(cudaEventDestroy(begins[d]));
-    CHECK_CUDA(cudaEventDestroy(ends[d]));
+};
+
+// All arms in turn, call by call: what heat does to clocks meets them alike.
+void time_arms(std::vector<std::unique_ptr<Arm>>& arms) {
+  for (int i = 0; i < kWarmUps + kRepeats; ++i) {
+    for (auto& arm : arms) {
+      arm->call();
+      if (i + 1 == kWarmUps + kRepeats) arm->finish();
+    }
   }
-  const std::vector<int32_t> loads = world.devices[0]->out_loads.get();
-  const auto after = loads.begin() + loads.size() / 2;
-  const double total = std::accumulate(after, loads.end(), 0.0);
-  return {median(times), world.devices[0]->stamps.get(),
-          *std::max_element(after, loads.end()) * (loads.size() / 2) / std::max(total, 1.0)};
+}
+
+Timing time_calls(MoeWorld& world, const MoeRun& run) {
+  std::vector<std::unique_ptr<Arm>> arms;
+  arms.push_back(std::make_unique<Arm>("", world, run));
+  time_arms(arms);
+  return arms.front()->timing;
 }
 
 double to_us(const Timing& t, MoeStamp from, MoeStamp to) {
@@ -276,39 +308,39 @@ void bench_share(WeightFormat format) {
   }
 }
 
-void bench_arms(const char* bench, const Model& model, MoeProblem p, int32_t num_devices) {
-  const MoeRun off = [] {
-    MoeRun run;
-    run.is_balanced = false;
-    return run;
-  }();
-  MoeRun included;
+void bench_arms(const char* bench, const Model& model, const MoeProblem& p, int32_t num_devices) {
+  MoeRun off, installed, included;
+  off.is_balanced = false;
   included.by_kernels = true;
-  {
-    MoeWorld world(p, num_devices, num_devices);
-    check(p, world, off);
-    print(bench, model.name, "off", p, num_devices, time_calls(world, off));
-    print(bench, model.name, "installed", p, num_devices, time_calls(world, MoeRun{}));
-    print(bench, model.name, "off", p, num_devices, time_calls(world, off));
+  for (MoeRun* run : {&off, &installed, &included}) {
+    run->max_routes_per_rank = 4 * p.num_routes();  // one wave up to R = 4
   }
-  {
-    MoeWorld world(p, num_devices, num_devices);  // its generations are the kernels'
-    check(p, world, included);
-    print(bench, model.name, "included", p, num_devices, time_calls(world, included));
+  MoeProblem balanced = p, uniform = p;
+  balanced.ids = draw(p.slots, p.num_tokens, p.top_k, 0, 1);
+  uniform.ids = draw(p.slots, p.num_tokens, p.top_k, -1, 1);
+  // Generations of a world come from its calls or from the plan kernel.
+  MoeWorld skewed_world(p, num_devices, num_devices), skewed_kernels(p, num_devices, num_devices);
+  MoeWorld balanced_world(balanced, num_devices, num_devices);
+  MoeWorld balanced_kernels(balanced, num_devices, num_devices);
+  MoeWorld uniform_world(uniform, num_devices, num_devices);
+  check(p, skewed_world, off);
+  check(p, skewed_kernels, included);
+  std::vector<std::unique_ptr<Arm>> arms;
+  const auto add = [&](const char* name, MoeWorld& world, const MoeRun& run) {
+    arms.push_back(std::make_unique<Arm>(name, world, run));
+  };
+  add("off", skewed_world, off);
+  add("installed", skewed_world, installed);
+  add("off", skewed_world, off);
+  add("included", skewed_kernels, included);
+  add("balanced", balanced_world, off);
+  add("balanced, on", balanced_world, installed);
+  add("balanced, included", balanced_kernels, included);
+  add("uniform", uniform_world, off);
+  time_arms(arms);
+  for (const auto& arm : arms) {
+    print(bench, model.name, arm->name, arm->world.problem, num_devices, arm->timing);
   }
-  p.ids = draw(p.slots, p.num_tokens, p.top_k, 0, 1);
-  {
-    MoeWorld world(p, num_devices, num_devices);
-    print(bench, model.name, "balanced", p, num_devices, time_calls(world, off));
-    print(bench, model.name, "balanced, on", p, num_devices, time_calls(world, MoeRun{}));
-  }
-  {
-    MoeWorld world(p, num_devices, num_devices);
-    print(bench, model.name, "balanced, included", p, num_devices, time_calls(world, included));
-  }
-  p.ids = draw(p.slots, p.num_tokens, p.top_k, -1, 1);
-  MoeWorld world(p, num_devices, num_devices);
-  print(bench, model.name, "uniform", p, num_devices, time_calls(world, off));
 }
 
 void bench_ranks() {
