@@ -106,9 +106,9 @@ MoeCall moe_call(const FusedLaunch& launch) {
     sizes.cluster_size = choose_cluster(sizes, options, ctas);
   }
   const auto whole = [&](int32_t count) { return count / sizes.cluster_size * sizes.cluster_size; };
-  return {launch,           sizes,
-          MoeLayout(sizes), block_layout(launch.shape),
-          whole(ctas),      whole(at_least(most / ranks, ctas))};
+  const int32_t max_ctas = whole(at_least(most / ranks, ctas));
+  sizes.chunk_blocks = chunk_blocks(sizes, max_ctas / sizes.cluster_size);
+  return {launch, sizes, MoeLayout(sizes), block_layout(launch.shape), whole(ctas), max_ctas};
 }
 
 bool make_maps(const MoeCall& call, MoeMaps* maps) {

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
   }
   __syncthreads();
   if (!ok) {
-    if (threadIdx.x == 0) *tables.head = {0, 0, 0};
+    if (threadIdx.x == 0) *tables.head = {};
     return;
   }
   const SlotSpace& slots = call.sizes.slots;

@@ -17,7 +17,7 @@ struct MoeCall {
   MoeLayout layout;
   BlockLayout block;          // of every rank
   int32_t ctas_per_rank;      // of the expert kernel
-  int32_t max_ctas_per_rank;  // those above it run only where READY has come before them
+  int32_t max_ctas_per_rank;  // those above it take SMs that the copy may want, see TileQueue
 
   ISER_HD MoeWorkspace workspace() const {
     return {sizes, layout, static_cast<uint8_t*>(launch.workspace)};
@@ -42,6 +42,12 @@ __device__ inline const DeviceTable* find_table(const MoeCall& call) {
   return find_table(call.launch.directory, call.launch.ticket, call.launch.sizes);
 }
 
+__device__ inline bool has_come(const DeviceTable& table, Stage stage) {
+  const uint32_t* word = &table.head()->words.arrivals[static_cast<int32_t>(stage)];
+  const uint32_t ranks = table.shape.slots.num_ranks;
+  return has_reached(load_acquire(word), *table.plan.generation * ranks);
+}
+
 // One rank of the device as its CTAs see it.
 struct MoeContext {
   const MoeCall& call;
@@ -49,6 +55,16 @@ struct MoeContext {
   int32_t local_idx;
 
   __device__ int32_t rank() const { return table.first_rank + local_idx; }
+  // In the expert kernel: this CTA.
+  __device__ bool is_extra() const {
+    return static_cast<int32_t>(blockIdx.y) >= call.ctas_per_rank;
+  }
+  // An extra CTA keeps within a budget, and to rows that wait for no tile, so not for READY.
+  __device__ bool may_work() const {
+    return !is_extra() || call.launch.options.num_sms == 0 || has_come(table, Stage::kReady);
+  }
+  __device__ bool may_pull() const { return !is_extra() || has_one_wave(); }
+  __device__ bool has_one_wave() const { return tables().head->num_rows <= call.sizes.wave_rows; }
   __device__ uint32_t generation() const { return *table.plan.generation; }
   __device__ int32_t layer() const { return table.call->params.layer; }
   __device__ RankCounters counters() const { return call.workspace().counters(local_idx); }
@@ -106,12 +122,6 @@ __device__ inline bool wait_count(const MoeContext& context, const uint32_t* cou
   }
 }
 
-__device__ inline bool has_come(const DeviceTable& table, Stage stage) {
-  const uint32_t* word = &table.head()->words.arrivals[static_cast<int32_t>(stage)];
-  const uint32_t ranks = table.shape.slots.num_ranks;
-  return has_reached(load_acquire(word), *table.plan.generation * ranks);
-}
-
 __device__ inline void stamp_ns(const MoeCall& call, MoeStamp stamp) {
   if (call.launch.stamps == nullptr) return;
   unsigned long long* word =
@@ -131,6 +141,9 @@ __device__ inline void stamp_clocks(const MoeCall& call, MoeStamp stamp, uint32_
 }
 
 // Hands out the numbers of a rank's tiles, and finds what a number stands for. One warp.
+//
+// The copy may wait for the SM of an extra CTA, so that one takes no tile that waits for READY
+// until READY has come, and leaves where there are no others.
 struct TileQueue {
   const MoeContext& context;
   RankTables tables;
@@ -143,9 +156,22 @@ struct TileQueue {
         num_segments(tables.head->num_segments),
         num_items(tables.head->num_items) {}
 
-  // One thread.
+  // One thread. INT32_MAX for none.
   __device__ int32_t claim() const {
-    return static_cast<int32_t>(atomicAdd(context.counters().next_item, 1u));
+    uint32_t* const next = context.counters().next_item;
+    if (context.is_extra() && !has_come(context.table, Stage::kReady)) {
+      return claim_below(next, static_cast<uint32_t>(tables.head->num_home_items));
+    }
+    return static_cast<int32_t>(atomicAdd(next, 1u));
+  }
+
+  __device__ static int32_t claim_below(uint32_t* next, uint32_t limit) {
+    for (uint32_t item = load_relaxed(next); item < limit;) {
+      const uint32_t found = atomicCAS(next, item, item + 1);
+      if (found == item) return static_cast<int32_t>(item);
+      item = found;
+    }
+    return INT32_MAX;
   }
 
   __device__ Tile find(int32_t item) {

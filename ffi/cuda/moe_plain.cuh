@@ -176,17 +176,16 @@ __global__ void __launch_bounds__(kPlainThreads)
   __shared__ bool is_wanted;
   const DeviceTable* table = find_table(call);
   if (table == nullptr) return;
-  const int32_t cta = blockIdx.y;
   const MoeContext context{call, *table, static_cast<int32_t>(blockIdx.x)};
   if (threadIdx.x == 0) {
-    is_wanted = cta < call.ctas_per_rank || has_come(*table, Stage::kReady);
+    is_wanted = context.may_work();
     stamp_ns(call, MoeStamp::kExpertsNs);
   }
   __syncthreads();
   if (!is_wanted || context.tables().head->num_items == 0) return;
   if (threadIdx.x < kPlainMathThreads) {
     PlainMultiplier<T>(context, shared).run();
-  } else {
+  } else if (context.may_pull()) {
     pull_rows<false>(context, INT32_MAX);
   }
   if (threadIdx.x % 32 == 0) stamp_ns(call, MoeStamp::kTilesEndNs);

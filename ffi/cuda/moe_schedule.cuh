@@ -22,8 +22,8 @@ struct TileShape {
   int32_t hidden;  // a multiple of kUnitColumns
 };
 
-constexpr int32_t kUnitColumns = 64;  // routes_done counts routes times these
-constexpr int32_t kChunkBlocks = 16;  // row blocks whose tiles are numbered together
+constexpr int32_t kUnitColumns = 64;                 // routes_done counts routes times these
+constexpr int32_t kLeastChunk = 2, kMostChunk = 16;  // row blocks whose tiles are numbered together
 constexpr int32_t kSplitRows = 64;  // tiles are loaded and multiplied in whole ones of so many rows
 
 ISER_HD inline int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
@@ -41,6 +41,7 @@ struct MoeSizes {
   TileShape tile;
   int32_t cluster_size;  // CTAs that take an item: tiles of the same rows, a column each
   WeightFormat weight_format = WeightFormat::kElements;
+  int32_t chunk_blocks = kMostChunk;  // changes no size
 
   ISER_HD bool is_fp8() const { return weight_format == WeightFormat::kFp8; }
   // Of a row of the workspace: a token as it is dispatched, and h.
@@ -68,13 +69,13 @@ struct MoeSizes {
   ISER_HD int32_t units_per_route() const { return ceil_div(hidden, kUnitColumns); }
 };
 
-// Neighbouring rows of a slot in as few tiles as will do, alike up to 64 rows: a short one takes
-// longer than its rows, since it loads as many weights.
+// Neighbouring rows of a slot in tiles that are alike up to 64 rows: a short one takes longer than
+// its rows, since it loads as many weights. Neighbouring tiles are split as their rows alone are.
 struct RowSplit {
   int32_t rows, each, extra;  // units of 64 rows of a tile; tiles with one more
 
-  ISER_HD RowSplit(const MoeSizes& sizes, int32_t num_rows) : rows(num_rows) {
-    const int32_t tiles = ceil_div(rows, sizes.tile.rows), units = ceil_div(rows, kSplitRows);
+  ISER_HD RowSplit(int32_t num_rows, int32_t tiles) : rows(num_rows) {
+    const int32_t units = ceil_div(rows, kSplitRows);
     each = units / tiles;
     extra = units - each * tiles;
   }
@@ -112,6 +113,7 @@ struct Tile {
 
 struct ScheduleHead {
   int32_t num_items;
+  int32_t num_home_items;  // the first ones; the others wait for READY
   int32_t num_segments;
   int32_t num_rows;
 };
@@ -126,7 +128,7 @@ struct ScheduleLimits {
     waves = at_least(waves, 1);
     groups = sizes.slots.stride() + waves;
     blocks = static_cast<int32_t>(rows / sizes.tile.rows) + groups;
-    segments = 2 * (blocks / kChunkBlocks + groups);
+    segments = 2 * (blocks / kLeastChunk + groups);
   }
 };
 
@@ -147,10 +149,20 @@ ISER_HD inline int32_t block_of(const MoeSizes& sizes, const int32_t* first_bloc
   const int32_t wave = row / sizes.wave_rows, wave_first = wave * sizes.wave_rows;
   const int32_t begin = at_least(slot_first, wave_first);
   const int32_t rows = at_most(slot_end - begin, wave_first - begin + sizes.wave_rows);
-  const int32_t chunk_rows = kChunkBlocks * sizes.tile.rows, chunk = (row - begin) / chunk_rows;
-  const int32_t before = chunk * chunk_rows;
-  const RowSplit split(sizes, at_most(rows - before, chunk_rows));
-  return first_block[wave + slot] + chunk * kChunkBlocks + split.tile_of(row - begin - before);
+  const RowSplit split(rows, ceil_div(rows, sizes.tile.rows));
+  return first_block[wave + slot] + split.tile_of(row - begin);
+}
+
+// Blocks of rows whose tiles are numbered together where so many items are computed at once: these
+// are `chunk` blocks by the other items' columns, and load least where both sides are as long.
+ISER_HD inline int32_t chunk_blocks(const MoeSizes& sizes, int32_t items) {
+  const int32_t columns = 2 * sizes.tile.inner * sizes.cluster_size;  // rows of weights
+  int32_t chunk = kLeastChunk;
+  while (chunk < kMostChunk &&
+         (chunk + 1) * chunk * int64_t{sizes.tile.rows} <= int64_t{items} * columns) {
+    ++chunk;
+  }
+  return chunk;
 }
 
 // Hands out numbers to segments. Products of h follow those that make it once `lag` other items lie
@@ -182,9 +194,8 @@ struct ScheduleBuilder {
     return (rows + sizes.tile.rows - 1) >> tile_shift;
   }
 
-  ISER_HD void emit(Gemm gemm, int32_t slot, int32_t wave, int32_t row, int32_t rows,
-                    int32_t block) {
-    const int32_t blocks = num_blocks(rows);
+  ISER_HD void emit(Gemm gemm, int32_t slot, int32_t wave, int32_t row, int32_t rows, int32_t block,
+                    int32_t blocks) {
     segments[num_segments++] = {num_items, gemm, slot, wave, row, rows, block, blocks};
     num_items += blocks * (gemm == Gemm::kInner ? inner_items : hidden_items);
   }
@@ -196,7 +207,8 @@ struct ScheduleBuilder {
       if (made.gemm != Gemm::kInner) continue;
       const int32_t end = made.first_item + made.num_blocks * inner_items;
       if (num_items - end < wanted) return;
-      emit(Gemm::kHidden, made.slot, made.wave, made.row, made.num_rows, made.block);
+      emit(Gemm::kHidden, made.slot, made.wave, made.row, made.num_rows, made.block,
+           made.num_blocks);
       wave_tiles[made.wave] += made.num_blocks * hidden_tiles;
     }
   }
@@ -208,11 +220,14 @@ ISER_HD inline ScheduleHead build_schedule(const MoeSizes& sizes, const int32_t*
                                            int32_t lag, Segment* segments, int32_t* first_block,
                                            int32_t* wave_tiles) {
   ScheduleBuilder builder(sizes, lag, segments, wave_tiles);
-  const int32_t chunk_rows = kChunkBlocks * sizes.tile.rows, stride = sizes.slots.stride();
-  int32_t wave = 0, block = 0, row = 0;
+  const int32_t stride = sizes.slots.stride();
+  int32_t wave = 0, block = 0, row = 0, num_home_items = 0;
   wave_tiles[0] = 0;
   for (int32_t slot = 0; slot < stride; ++slot) {
-    if (slot == sizes.slots.num_home()) builder.emit_due(0);
+    if (slot == sizes.slots.num_home()) {
+      builder.emit_due(0);
+      num_home_items = builder.num_items;
+    }
     const int32_t end = slot_first[slot + 1];
     while (row < end) {
       if (row - wave * sizes.wave_rows >= sizes.wave_rows) {
@@ -222,17 +237,23 @@ ISER_HD inline ScheduleHead build_schedule(const MoeSizes& sizes, const int32_t*
       const int32_t stop =
           end - wave * sizes.wave_rows < sizes.wave_rows ? end : (wave + 1) * sizes.wave_rows;
       first_block[wave + slot] = block;
-      while (row < stop) {
-        const int32_t rows = at_most(stop - row, chunk_rows);
-        builder.emit(Gemm::kInner, slot, wave, row, rows, block);
-        row += rows;
-        block += builder.num_blocks(rows);
+      const int32_t rows = stop - row, blocks = builder.num_blocks(rows);
+      const int32_t chunk = ceil_div(blocks, ceil_div(blocks, sizes.chunk_blocks));
+      const RowSplit split(rows, blocks);
+      for (int32_t first = 0; first < blocks; first += chunk) {
+        const int32_t next = at_most(first + chunk, blocks);
+        const int32_t begin = split.first(first);
+        builder.emit(Gemm::kInner, slot, wave, row + begin,
+                     at_most(split.first(next), rows) - begin, block + first, next - first);
         builder.emit_due(lag);
       }
+      row = stop;
+      block += blocks;
     }
   }
   builder.emit_due(0);
-  return {builder.num_items, builder.num_segments, row};
+  if (stride == sizes.slots.num_home()) num_home_items = builder.num_items;
+  return {builder.num_items, num_home_items, builder.num_segments, row};
 }
 
 // The item's first tile; those of other columns follow.
@@ -240,7 +261,7 @@ ISER_HD inline Tile tile_of(const MoeSizes& sizes, const Segment& segment, int32
   const int32_t index = item - segment.first_item;
   const int32_t m = index % segment.num_blocks,
                 column = index / segment.num_blocks * sizes.cluster_size;
-  const RowSplit split(sizes, segment.num_rows);
+  const RowSplit split(segment.num_rows, segment.num_blocks);
   return {segment.gemm,   segment.slot,      segment.wave, segment.row + split.first(m),
           split.count(m), segment.block + m, column};
 }

@@ -42,28 +42,25 @@ __device__ inline void publish_tiles(const MoeContext& context, TensorShared<Til
   }
 }
 
-// While nothing has been pulled yet those who multiply have nothing to do. With one wave no row
-// waits for a tile, so they may pull.
+// While nothing has been pulled yet those who multiply have nothing to do: they pull the rows of
+// the first tiles. With one wave no row waits for a tile, so they may pull.
 template <bool kIsFp8>
 __device__ inline void help_to_pull(const MoeContext& context, int32_t num_ctas) {
-  if (context.tables().head->num_rows > context.call.sizes.wave_rows) return;
-  pull_rows<kIsFp8>(context, num_ctas * kMmaWarps);
+  if (!context.has_one_wave()) return;
+  pull_rows<kIsFp8>(context, at_least(context.tables().segments[0].num_rows, num_ctas * kMmaWarps));
 }
 
 // Whether this CTA is to work: all of a cluster, or none.
 template <class Tiles, int kCluster>
-__device__ inline bool decide_to_work(const MoeCall& call, const DeviceTable& table,
-                                      TensorShared<Tiles>& shared) {
-  const int32_t cta = blockIdx.y;
-  const bool is_wanted = cta / kCluster * kCluster < call.ctas_per_rank;
+__device__ inline bool decide_to_work(const MoeContext& context, TensorShared<Tiles>& shared) {
   if (kCluster == 1) {
-    if (threadIdx.x == 0) shared.is_wanted = is_wanted || has_come(table, Stage::kReady);
+    if (threadIdx.x == 0) shared.is_wanted = context.may_work();
     __syncthreads();
     return shared.is_wanted != 0;
   }
   cluster_sync();  // the other CTA is there, and its barriers are
   if (threadIdx.x == 0 && cluster_rank() == 0) {
-    const uint32_t decision = is_wanted || has_come(table, Stage::kReady);
+    const uint32_t decision = context.may_work();
     for (int32_t r = 0; r < kCluster; ++r) {
       peer_store(peer_address(&shared.is_wanted, r), decision);
     }
@@ -94,7 +91,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
     init_barriers<Tiles, kCluster>(shared);
     stamp_ns(call, MoeStamp::kExpertsNs);
   }
-  if (!decide_to_work<Tiles, kCluster>(call, *table, shared)) return;
+  if (!decide_to_work<Tiles, kCluster>(context, shared)) return;
   if (context.tables().head->num_items == 0) return;
   const int32_t warp = __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x / 32), 0);
   if (warp < 4) {
@@ -103,7 +100,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
       TileLoader<Tiles, kCluster>(context, maps, shared).run();
     } else if (warp == 1) {
       publish_tiles<Tiles, kCluster>(context, shared);
-    } else {
+    } else if (context.may_pull()) {
       pull_rows<Tiles::kIsFp8>(context, INT32_MAX);
     }
   } else {

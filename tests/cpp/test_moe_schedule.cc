@@ -38,6 +38,7 @@ Case random_case(std::mt19937& rng) {
   c.sizes.tile = {kRows[rng() % 3], 96, 192};
   if (rng() % 3 == 0) c.sizes.tile = {64, 64, 64};
   c.sizes.cluster_size = 1 + rng() % 2;
+  c.sizes.chunk_blocks = chunk_blocks(c.sizes, 1 + rng() % 140);
   const int32_t most = rng() % 3 == 0 ? 3 : rng() % 2 ? 200 : 9000;
   c.run_first.push_back(0);
   for (int32_t run = 0; run < c.sizes.num_runs(); ++run) {
@@ -111,6 +112,7 @@ void check(const Case& c) {
       const bool is_helper = tile.slot >= sizes.slots.num_home();
       if (wave == 0 && is_helper) first_helper = at_most(first_helper, item);
       if (wave == 0 && !is_helper) last_home = item;
+      c.expect(is_helper == (item >= head.num_home_items), "home items", item);
     }
   }
   c.expect(item == head.num_items, "items", item);

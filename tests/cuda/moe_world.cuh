@@ -20,8 +20,9 @@ namespace iser::cuda {
 constexpr uint64_t kSizesDigest = 0x5157;
 constexpr uint32_t kDomainId = 7, kProcessMark = 77;
 constexpr int32_t kNumBanks = 2;
-constexpr uint64_t kLaunchNs = 400'000;  // in which the host launches what is timed
-constexpr size_t kTailGuard = 256;       // bytes behind y and the workspace
+constexpr uint64_t kLaunchNs = 400'000;      // in which the host launches what is timed
+constexpr size_t kTailGuard = 256;           // bytes behind y and the workspace
+constexpr size_t kWholeSmBytes = 200 << 10;  // shared memory beside which no CTA of experts fits
 
 // Spins, then marks READY for the device's ranks.
 static __global__ void ready_kernel(const DeviceTable* table, uint32_t generation, uint64_t ns) {
@@ -30,6 +31,15 @@ static __global__ void ready_kernel(const DeviceTable* table, uint32_t generatio
   }
   for (int32_t v = 0; v < table->ranks_per_device; ++v) {
     arrive(*table, Stage::kReady, table->first_rank + v, generation);
+  }
+}
+
+// Each CTA stays until all have begun, or the Domain has failed.
+static __global__ void meet_kernel(const DeviceTable* table, uint32_t* met) {
+  if (threadIdx.x == 0) {
+    atomicAdd(met, 1u);
+    while (load_relaxed(met) < gridDim.x && !has_failed(*table)) {
+    }
   }
 }
 
@@ -45,6 +55,7 @@ struct MoeRun {
   int32_t max_routes_per_rank = 1 << 20;
   uint64_t late_ready_ns = 0;  // replicas and READY come this much later
   bool has_ready = true;
+  int32_t whole_sms = 0;                // that READY needs at once, as a copy of so many CTAs does
   bool by_kernels = false;              // the plan and the copy by their kernels
   const cudaEvent_t* starts = nullptr;  // a device each, before the plan; by kernels only
 };
@@ -59,7 +70,7 @@ struct MoeDevice {
   DeviceArray<float> topk_weights;
   DeviceArray<int32_t> topk_ids, route_slot, broadcasts, quota, loads, scalars;
   DeviceArray<int32_t> out_route_slot, out_broadcasts, out_quota, out_loads, out_scalars;
-  DeviceArray<uint32_t> ticket;
+  DeviceArray<uint32_t> ticket, met;
   DeviceArray<Directory> directory;
   DeviceArray<CallState> call;
   DeviceArray<CallCell> cell;
@@ -92,6 +103,7 @@ struct MoeDevice {
         out_loads(2 * shape.slots.num_ranks),
         out_scalars(3),
         ticket(kNumWords),
+        met(1),
         directory(1),
         call(1),
         cell(1),
@@ -456,6 +468,12 @@ class MoeWorld {
       }
     }
     if (run.has_ready) {
+      if (run.whole_sms > 0) {
+        CHECK_CUDA(cudaMemsetAsync(device.met.data, 0, sizeof(uint32_t), device.copy));
+        CHECK_CUDA(cudaFuncSetAttribute(meet_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(kWholeSmBytes)));
+        meet_kernel<<<run.whole_sms, 32, kWholeSmBytes, device.copy>>>(table(d), device.met.data);
+      }
       ready_kernel<<<1, 32, 0, device.copy>>>(table(d), generation, 0);
       CHECK_CUDA(cudaGetLastError());
     }

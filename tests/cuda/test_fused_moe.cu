@@ -187,6 +187,39 @@ void test_ranks() {
   }
 }
 
+// All SMs have CTAs of experts when the copy comes, and the rank that waits for it has half of
+// them. It gets one more than half: extra CTAs go where only tiles are left that wait for READY.
+void test_extra_ctas() {
+  const std::string name = "extra CTAs: the copy finds an SM";
+  if (!is_wanted(name) || (is_small && only.empty())) return;
+  const MoeProblem p =
+      make_problem({2, 12, 2}, 4, is_small ? 64 : 2048, 64, is_small ? 24 : 600, 2, 16);
+  int sms = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  std::string why = sms % 2 == 0 ? "" : "an odd number of SMs: one stays free";
+  MoeWorld world(p, 1, 1);
+  std::vector<uint8_t> off, y;
+  MoeRun run = with_cluster(1);
+  run.options.copy_sms = 2;
+  run.options.tile_rows = 64;
+  run.is_balanced = false;
+  if (why.empty()) why = checked_call(world, run, &off);
+  if (why.empty()) why = Expected(p).compare(p, off);
+  run.is_balanced = true;
+  run.whole_sms = sms / 2 + 1;
+  run.late_ready_ns = late_ns();
+  for (MoeEngine engine : {MoeEngine::kTensor, MoeEngine::kTensor, MoeEngine::kPlain}) {
+    run.options.engine = engine;
+    if (why.empty()) why = checked_call(world, run, &y);
+    if (why.empty() && world.num_broadcasts == 0) why = "no tile waits for READY";
+    if (why.empty()) {
+      why = engine == MoeEngine::kTensor ? same_bits(p, y, off) : Expected(p).compare(p, y);
+    }
+    run.options.cluster_size = 2;
+  }
+  report(name, why);
+}
+
 void test_devices() {
   if (is_small && only.empty()) return;  // under a tool, a GPU's streams run one after the other
   for (int ranks : {2, 8}) {
@@ -343,10 +376,8 @@ void test_kernels() {
 }
 
 // The same bits over many calls, with one rank late at dispatch now and then.
-void test_repeats() {
-  const std::string name = "repeats: 100 calls, late ranks";
+void test_repeats(const std::string& name, const MoeProblem& p) {
   if (!is_wanted(name) || is_small) return;
-  const MoeProblem p = make_problem({4, 16, 2}, 4, 512, 256, 256, 2, 13);
   MoeWorld world(p, 1, 1);
   std::vector<uint8_t> first, y;
   std::string why = checked_call(world, on(), &first);
@@ -541,6 +572,7 @@ int main(int argc, char** argv) {
   test_sizes();
   test_rows();
   test_ranks();
+  test_extra_ctas();
   test_devices();
   test_waves();
   test_layers();
@@ -549,7 +581,9 @@ int main(int argc, char** argv) {
   test_model();
   test_fp8();
   if (!is_small) test_faults();
-  test_repeats();
+  const MoeProblem repeated = make_problem({4, 16, 2}, 4, 512, 256, 256, 2, 13);
+  test_repeats("repeats: 100 calls, late ranks", repeated);
+  test_repeats("fp8: repeats, 100 calls, late ranks", in_fp8(repeated));
   std::printf("%d passed, %d failed\n", num_passed, num_failed);
   return num_failed == 0 ? 0 : 1;
 }

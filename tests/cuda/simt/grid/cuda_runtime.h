@@ -337,6 +337,32 @@ class Stream {
   std::thread thread_;
 };
 
+// SMs that CTAs with most of the shared memory fill: as many as ISER_SIMT_SMS says, else enough.
+inline unsigned num_sms() {
+  const char* text = std::getenv("ISER_SIMT_SMS");
+  return text == nullptr ? 0 : std::atoi(text);
+}
+
+class Sms {
+ public:
+  void take(unsigned count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return free_ >= count; });
+    free_ -= count;
+  }
+  void give(unsigned count) {
+    std::lock_guard lock(mutex_);
+    free_ += count;
+    changed_.notify_all();
+  }
+
+ private:
+  unsigned free_ = num_sms();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+inline Sms sms;
+
 struct Launch {
   dim3 grid, block;
   size_t shared;
@@ -368,17 +394,25 @@ struct Launch {
 
   template <class Kernel, class... Args>
   void run_now(Kernel kernel, const Args&... args) const {
-    std::atomic<unsigned> next{0};
+    unsigned next = 0;
+    std::mutex mutex;  // CTAs begin in order
     const unsigned total = grid.x * grid.y / cluster;
+    const unsigned sms_each = num_sms() > 0 && shared > kSharedBytes / 2 ? cluster : 0;
+    const auto begin_next = [&] {
+      std::lock_guard lock(mutex);
+      if (next < total) sms.take(sms_each);
+      return next++;
+    };
     const auto worker = [&](unsigned seed) {
       std::mt19937 rng(seed + 7);
       gridDim = grid;
       blockDim = block;
-      for (unsigned i; (i = next++) < total;) {
+      for (unsigned i; (i = begin_next()) < total;) {
         Meeting meeting;
         auto ctas = make_cluster(i, meeting);
         for (auto& c : ctas) c->cluster = &ctas;
         run_cluster(ctas, block.x, [&] { kernel(args...); }, rng);
+        sms.give(sms_each);
       }
       cta = nullptr;
     };

@@ -29,7 +29,10 @@ inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, 0; }
 inline cudaError_t cudaSetDevice(int) { return 0; }
 inline cudaError_t cudaDeviceSynchronize() { return 0; }
 inline cudaError_t cudaDeviceEnablePeerAccess(int, int) { return 0; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = kFakeSms, 0; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
+  *value = simt::num_sms() > 0 ? simt::num_sms() : kFakeSms;
+  return 0;
+}
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* a, int* b) { return *a = *b = 0; }
 template <class T>
 cudaError_t cudaMalloc(T** to, size_t bytes) {
