@@ -40,7 +40,8 @@ def moe_layer(
 
     Args:
       x: `[tokens, D]`, the rows of this device's ranks, rank by rank.
-      topk_ids: `[tokens, K] i32`; ids outside `[0, E)` are padding and contribute 0.
+      topk_ids: `[tokens, K] i32`; ids outside `[0, E)` are padding and contribute 0. An expert that
+        a token names twice is computed twice, and both weights count.
       topk_weights: `[tokens, K] f32`.
       weights: this device's experts, `[V*H, I, D]` (down `[V*H, D, I]`), or those of
         `quantize_fp8`, `[V*H, bytes]`; or either stacked `[L, V*H, ...]` with `layer`.
@@ -60,6 +61,20 @@ def moe_layer(
 
     Raises:
       ValueError, TypeError: operands that do not fit, naming both values.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> x, topk_ids = jnp.ones((8, 16)), jnp.zeros((8, 2), jnp.int32).at[:, 1].set(1)
+      >>> topk_weights, experts = jnp.full((8, 2), 0.5), jnp.ones((4, 32, 16))
+      >>> weights = jax_iser.ExpertWeights(experts, experts, experts.mT)  # gate, up, down
+      >>> sizes = dict(num_experts=4, top_k=2, hidden_size=16, intermediate_size=32)
+      >>> spec = jax.P("ep")
+      >>> layer = jax.shard_map(jax_iser.moe_layer, mesh=mesh, in_specs=spec,
+      ...                       out_specs=(spec, jax_iser.Plan.specs("ep")))
+      >>> with jax_iser.Domain(mesh, "ep", max_tokens_per_rank=8, **sizes) as domain:
+      ...     y, plan = jax.jit(layer)(x, topk_ids, topk_weights, weights, domain.handle)
+      ...     y.shape, plan.load.tolist()
+      ((8, 16), [16])
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}")

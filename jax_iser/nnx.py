@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -12,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_iser import fp8
 from jax_iser.config import WEIGHT_DTYPES
+from jax_iser.layer import ExpertWeights, moe_layer
 from jax_iser.planner import Plan
+from jax_iser.reference.layer import moe_layer as reference_layer
 from jax_iser.router import check_router_arguments, route, router_logits
 from jax_iser.shared_expert import shared_expert
 
@@ -210,12 +213,11 @@ class MoE(nnx.Module):
         layer = jnp.int32(self.layer if layer is None else layer)
         dtype = x.dtype if self.dtype is None else jnp.dtype(self.dtype)
         tokens = x.astype(dtype).reshape(-1, self.hidden_size)
-        replicated, experts = self._weights(dtype)
-        if self.mesh is None:
-            results = self._on_device(tokens, replicated, experts, domain, layer, forced_routing)
-        else:
-            results = self._on_mesh(tokens, replicated, experts, domain, layer, forced_routing)
-        y, plan, topk_ids = results
+        if self.mesh is not None:
+            _check_divisible(tokens.shape[0], self.mesh.shape[self.axis], self.axis)
+        y, plan, topk_ids = _run(
+            _Settings.of(self, forced_routing), tokens, *self._weights(dtype), domain, layer
+        )
         self._sow(plan, topk_ids, dtype)
         return y.reshape(x.shape).astype(x.dtype)
 
@@ -230,85 +232,6 @@ class MoE(nnx.Module):
         experts = tuple(p if fp8.is_fp8(p) else p.astype(dtype) for p in planes)
         return (self.router[...], bias, shared), experts
 
-    def _on_mesh(self, tokens, replicated, experts, domain, layer, forced_routing):
-        assert self.mesh is not None
-        devices = self.mesh.shape[self.axis]
-        if tokens.shape[0] % devices:
-            raise ValueError(
-                f"{tokens.shape[0]} tokens are not divisible by the {devices} devices of axis "
-                f'"{self.axis}"; pad the batch and give the padding rows ids outside the experts'
-            )
-
-        on_device = functools.partial(
-            self._on_device, forced_routing=forced_routing, axis_name=self.axis
-        )
-
-        sharded = P(self.axis)
-        plan_specs = Plan(
-            route_slot=sharded,
-            **{name: P() for name in Plan._fields if name != "route_slot"},
-        )
-        return jax.shard_map(
-            on_device,
-            mesh=self.mesh,
-            in_specs=(sharded, P(), sharded, sharded, P()),
-            out_specs=(sharded, plan_specs, sharded),
-            axis_names={self.axis},
-            check_vma=False,
-        )(tokens, replicated, experts, domain, layer)
-
-    def _on_device(
-        self, tokens, replicated, experts, domain, layer, forced_routing, axis_name=None
-    ):
-        """The layer on the tokens and experts of one device."""
-        router, bias, shared = replicated
-        if forced_routing is None:
-            topk_ids, topk_weights = route(
-                router_logits(tokens, router),
-                top_k=self.top_k,
-                score_function=self.score_function,
-                num_groups=self.num_groups,
-                top_k_groups=self.top_k_groups,
-                routed_bias=bias,
-                routed_scaling_factor=self.routed_scaling_factor,
-                norm_topk_prob=self.norm_topk_prob,
-            )
-        else:
-            rank = 0 if axis_name is None else jax.lax.axis_index(axis_name)
-            topk_ids, topk_weights = balanced_routing(
-                tokens.shape[0],
-                rank * tokens.shape[0],
-                self.top_k,
-                self.num_experts,
-                self.routed_scaling_factor,
-            )
-        y, plan = self._moe_layer(
-            tokens,
-            topk_ids,
-            topk_weights,
-            experts,
-            domain,
-            layer=layer,
-            shared_expert=None
-            if shared is None
-            else lambda t: shared_expert(t, *shared, sms=self.shared_expert_sms),
-            balance=self.balance,
-            axis_name=axis_name,
-        )
-        return y, plan, topk_ids
-
-    def _moe_layer(self, x, topk_ids, topk_weights, experts, domain, *, axis_name, **options):
-        if self.method == "reference":
-            from jax_iser.reference.layer import moe_layer as reference_layer
-
-            options |= {"axis_name": axis_name, "scheme": self.reference_scheme}
-            return reference_layer(x, topk_ids, topk_weights, experts, domain, **options)
-        from jax_iser.layer import ExpertWeights, moe_layer
-
-        weights = ExpertWeights(*experts)
-        options |= {"method": "fused", "axis_name": axis_name}
-        return moe_layer(x, topk_ids, topk_weights, weights, domain, **options)
-
     def _sow(self, plan, topk_ids, dtype):
         """Records telemetry for `nnx.capture`; outside of it a module must not change."""
         if not hasattr(self, "__captures__"):
@@ -321,6 +244,100 @@ class MoE(nnx.Module):
         values = plan_telemetry(plan, 3 * plane_bytes) | {"plan": plan, "topk_ids": topk_ids}
         for name, value in values.items():
             self.sow(nnx.Intermediate, name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """All that a call depends on beside its arrays; modules of equal settings share a program."""
+
+    mesh: jax.sharding.Mesh | None
+    axis: str
+    method: str
+    balance: str
+    num_experts: int
+    top_k: int
+    score_function: str
+    num_groups: int | None
+    top_k_groups: int | None
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+    shared_expert_sms: int | None
+    reference_scheme: str
+    forced_routing: str | None
+
+    @classmethod
+    def of(cls, module: MoE, forced_routing: str | None) -> _Settings:
+        names = [field.name for field in dataclasses.fields(cls)][:-1]
+        return cls(*(getattr(module, name) for name in names), forced_routing)
+
+
+# Jitted, or calls and gradients outside jit would run op by op.
+@functools.partial(jax.jit, static_argnums=0)
+def _run(settings: _Settings, tokens, replicated, experts, domain, layer):
+    """The layer on the tokens and experts of all devices: `(y, Plan, topk_ids)`."""
+    on_device = functools.partial(_on_device, settings)
+    if settings.mesh is None:
+        return on_device(tokens, replicated, experts, domain, layer)
+    sharded = P(settings.axis)
+    return jax.shard_map(
+        on_device,
+        mesh=settings.mesh,
+        in_specs=(sharded, P(), sharded, sharded, P()),
+        out_specs=(sharded, Plan.specs(settings.axis), sharded),
+        axis_names={settings.axis},
+        check_vma=False,
+    )(tokens, replicated, experts, domain, layer)
+
+
+def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer):
+    """The layer on the tokens and experts of one device."""
+    router, bias, shared = replicated
+    options = {
+        "layer": layer,
+        "balance": settings.balance,
+        "axis_name": None if settings.mesh is None else settings.axis,
+    }
+    if shared is not None:
+        sms = settings.shared_expert_sms
+        options["shared_expert"] = lambda t: shared_expert(t, *shared, sms=sms)
+    routes = _route(settings, tokens, router, bias)
+    if settings.method == "reference":
+        options["scheme"] = settings.reference_scheme
+        y, plan = reference_layer(tokens, *routes, experts, domain, **options)
+    else:
+        y, plan = moe_layer(tokens, *routes, ExpertWeights(*experts), domain, **options)
+    return y, plan, routes[0]
+
+
+def _route(settings: _Settings, tokens, router, bias):
+    """`topk_ids` and `topk_weights` of one device's tokens."""
+    if settings.forced_routing is None:
+        return route(
+            router_logits(tokens, router),
+            top_k=settings.top_k,
+            score_function=settings.score_function,
+            num_groups=settings.num_groups,
+            top_k_groups=settings.top_k_groups,
+            routed_bias=bias,
+            routed_scaling_factor=settings.routed_scaling_factor,
+            norm_topk_prob=settings.norm_topk_prob,
+        )
+    device = 0 if settings.mesh is None else jax.lax.axis_index(settings.axis)
+    return balanced_routing(
+        tokens.shape[0],
+        device * tokens.shape[0],
+        settings.top_k,
+        settings.num_experts,
+        settings.routed_scaling_factor,
+    )
+
+
+def _check_divisible(num_tokens, devices, axis):
+    if num_tokens % devices:
+        raise ValueError(
+            f"{num_tokens} tokens are not divisible by the {devices} devices of axis "
+            f'"{axis}"; pad the batch and give the padding rows ids outside the experts'
+        )
 
 
 def _check_method(method, mesh, axis, num_experts):

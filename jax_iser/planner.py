@@ -40,6 +40,13 @@ class Plan(NamedTuple):
     status: jax.Array
     generation: jax.Array
 
+    @classmethod
+    def specs(cls, axis: str) -> Plan:
+        """Its `PartitionSpec`s, for the `out_specs` of a `shard_map` over `axis`."""
+        from jax.sharding import PartitionSpec
+
+        return cls(PartitionSpec(axis), *[PartitionSpec()] * (len(cls._fields) - 1))
+
 
 def check_plan_arguments(
     counts, num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule, resident

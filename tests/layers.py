@@ -153,9 +153,7 @@ PLAN_KNOBS = [
     {"copy_rule": "owner_direct"},
 ]
 
-PLAN_SPECS = jax_iser.Plan(
-    P(AXIS), **{name: P() for name in jax_iser.Plan._fields if name != "route_slot"}
-)
+PLAN_SPECS = jax_iser.Plan.specs(AXIS)
 
 
 def apply_layer(mesh, x, topk_ids, topk_weights, weights, handle, **options):

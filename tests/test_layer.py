@@ -1,5 +1,8 @@
 """The layer against code that nobody here wrote, and its gradients."""
 
+import doctest
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,3 +208,12 @@ def test_gradient_without_the_name_of_the_axis():
             match="gradients over 8 devices need the name of their axis; pass axis_name=",
         ):
             jax.grad(total)(problem.x)
+
+
+@pytest.mark.parametrize("name", ["domain", "fp8", "layer", "planner"])
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(f"jax_iser.{name}")
+    names = {"jax_iser": jax_iser, **vars(jax_iser), "jax": jax, "jnp": jnp}
+    failed, tried = doctest.testmod(module, globs=names)
+    assert tried
+    assert not failed
