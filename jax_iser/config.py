@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import operator
 
+import numpy as np
+
 from jax_iser import fp8
 from jax_iser.planner import check_plan_knobs
 
@@ -15,6 +17,14 @@ BANKS = ("shared", "per_layer")
 PLATFORMS = ("cpu", "cuda")
 MAX_LAYERS = 1 << 16
 MAX_BYTES = 1 << 50  # far beyond any host: what offsets are computed with is much wider
+
+
+def dtype_name(dtype) -> str | None:
+    """The name of what `jnp.dtype` takes; anything else is passed through."""
+    try:
+        return dtype if dtype is None else np.dtype(dtype).name
+    except TypeError:
+        return dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +39,8 @@ class DomainConfig:
       max_tokens_per_rank: the most tokens a rank brings to a call.
       ranks_per_device: ranks that share a device; they are consecutive.
       num_helper_slots: helper slots `S` of a rank, 0 to 16.
-      dtype: of tokens and expert weights, `"float32"` or `"bfloat16"`.
-      weight_dtype: None, or `"float8_e4m3fn"`: expert weights are planes of `quantize_fp8`, and
+      dtype: of tokens and expert weights, float32 or bfloat16; kept by its name.
+      weight_dtype: None, or float8_e4m3fn: expert weights are planes of `quantize_fp8`, and
         tokens are dispatched in FP8 too; needs `D` and `I` that are multiples of 128.
       num_layers: layers that use the Domain; `layer` operands are below it.
       bank: `"shared"`: layer i uses helper bank `i mod 2`; `"per_layer"`: its own.
@@ -92,7 +102,9 @@ class DomainConfig:
             object.__setattr__(self, "max_routes_per_rank", routes)
 
     def _check_types(self):
-        """Integers become `int`, so that equal configurations have equal hashes."""
+        """Integers become `int`, dtypes names, so that equal configurations have equal hashes."""
+        for name in ("dtype", "weight_dtype"):
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type.startswith("int") and value is not None:

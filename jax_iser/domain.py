@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import difflib
 import math
 import os
 import threading
@@ -39,6 +40,14 @@ class DomainHandle:
     words: jax.Array
     config: DomainConfig = dataclasses.field(metadata={"static": True})
 
+    @property
+    def devices(self) -> list | None:
+        """The Domain's, in rank order; None in a traced program, which does not know them."""
+        if isinstance(self.words, jax.core.Tracer):
+            return None
+        sharding = getattr(self.words, "sharding", None)
+        return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else None
+
 
 class Domain:
     """Symmetric memory, threads and state of the ranks along one mesh axis.
@@ -48,9 +57,11 @@ class Domain:
 
     Args:
       mesh: a `jax.sharding.Mesh`; its devices are CPUs, or GPUs, of one host.
-      axis: the expert-parallel axis; other axes of `mesh` must have size 1.
+      axis: the expert-parallel axis; other axes of `mesh` must have size 1: one program drives one
+        expert-parallel group, and its modules are made with this same mesh.
       ranks_per_device: ranks on each device; `P = axis size * ranks_per_device`.
-      **sizes: the other fields of `DomainConfig`.
+      **sizes: the other fields of `DomainConfig`, without `num_ranks` and `platform`, which follow
+        from the mesh.
 
     Attributes:
       config: the validated `DomainConfig`.
@@ -70,6 +81,7 @@ class Domain:
 
     def __init__(self, mesh, axis: str = "ep", *, ranks_per_device: int = 1, **sizes):
         _check_mesh(mesh, axis)
+        _check_names(sizes)
         if ranks_per_device < 1:
             raise ValueError(f"ranks_per_device={ranks_per_device} is below 1")
         self.mesh, self.axis = mesh, axis
@@ -226,6 +238,14 @@ class Domain:
     def helper(self, rank: int, layer: int, helper_idx: int) -> bytes:
         """The bytes of a helper slot: gate, up and down planes of the replica it holds."""
         self._require_open()
+        config = self.config
+        for name, value, size in (
+            ("rank", rank, config.num_ranks),
+            ("layer", layer, config.num_layers),
+            ("helper_idx", helper_idx, config.num_helper_slots),
+        ):
+            if not 0 <= value < size:
+                raise ValueError(f"{name}={value}: no such helper slot; {name} is in 0..{size - 1}")
         return self._runtime.helper(rank, layer % self.config.num_banks, helper_idx)
 
     def stall(self, rank: int, stage: str, seconds: float) -> None:
@@ -235,6 +255,10 @@ class Domain:
             raise ValueError(f"stage={stage!r} is not one of {', '.join(STAGES)}")
         if not (math.isfinite(seconds) and 0 <= seconds <= 3600):
             raise ValueError(f"seconds={seconds} is outside 0..3600")
+        if not 0 <= rank < self.config.num_ranks:
+            raise ValueError(
+                f"rank={rank} is not one of the {self.config.num_ranks} ranks of the Domain"
+            )
         self._runtime.stall(rank, STAGES.index(stage), seconds)
 
 
@@ -282,10 +306,29 @@ def _check_mesh(mesh, axis):
     others = {name: size for name, size in mesh.shape.items() if name != axis and size > 1}
     if others:
         raise ValueError(
-            f'a Domain spans axis "{axis}" alone, but the mesh also has {others}; make one Domain '
-            "for each group with a mesh of its devices"
+            f'a Domain spans axis "{axis}" alone, but the mesh also has {others}; one program '
+            "drives one expert-parallel group: make the Domain, and the modules that use it, on a "
+            "mesh of that group's devices alone"
         )
     _platform_of(mesh)
+
+
+def _check_names(sizes):
+    """TypeError, with the remedy, for names that are no options or are missing."""
+    fields = dataclasses.fields(DomainConfig)
+    of_mesh = {"num_ranks": "axis size * ranks_per_device", "platform": "that of the devices"}
+    options = [field.name for field in fields if field.name not in of_mesh]
+    for name in sizes:
+        if name in of_mesh:
+            raise TypeError(f"{name} follows from the mesh ({of_mesh[name]}); leave it out")
+        if name not in options:
+            close = difflib.get_close_matches(name, options, 1)
+            remedy = f"did you mean {close[0]}?" if close else "options: " + ", ".join(options)
+            raise TypeError(f"a Domain has no option {name}; {remedy}")
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    missing = [name for name in required if name in options and name not in sizes]
+    if missing:
+        raise TypeError(f"a Domain needs {', '.join(missing)} too (see jax_iser.DomainConfig)")
 
 
 def _platform_of(mesh) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_iser import fp8
-from jax_iser.config import WEIGHT_DTYPES
+from jax_iser.config import DTYPES, WEIGHT_DTYPES, DomainConfig, dtype_name
+from jax_iser.domain import Domain, DomainHandle
 from jax_iser.layer import ExpertWeights, moe_layer
 from jax_iser.planner import Plan
 from jax_iser.reference.layer import moe_layer as reference_layer
@@ -29,6 +32,15 @@ class RoutedBias(nnx.Variable):
 
 class Fp8Plane(nnx.Variable):
     """A plane of expert weights `[num_experts, bytes] u8` of `quantize_fp8`: not trained."""
+
+    def set_value(self, value, **options):
+        """Refuses weights that are not quantised: as bytes they would mean nothing."""
+        if getattr(value, "dtype", np.uint8) != np.uint8:
+            raise TypeError(
+                f"weights of {value.dtype} are assigned to a plane of FP8 bytes; assign what "
+                "jax_iser.quantize_fp8 makes of them, or read them by jax_iser.nnx.load_hf"
+            )
+        super().set_value(value, **options)
 
 
 class AttachedDomain(nnx.Variable):
@@ -87,9 +99,9 @@ class MoE(nnx.Module):
       num_shared_experts, shared_intermediate_size: shared experts, held as one gated MLP of
         `num_shared_experts * shared_intermediate_size` (default: `intermediate_size` each).
       shared_expert_sms: on GPUs, SMs that its products may use; see `jax_iser.shared_expert`.
-      dtype: of the computation (default: the input's). param_dtype: of the expert weights; the
-        router's are f32. weight_dtype: `"float8_e4m3fn"` keeps the expert weights as `Fp8Plane`s,
-        quantised when they are made or loaded; gradients do not touch them.
+      dtype: of the computation (default: the input's), also the Domain's. param_dtype: of the
+        expert weights; the router's are f32. weight_dtype: `float8_e4m3fn` keeps the expert weights
+        as `Fp8Plane`s, quantised when they are made or loaded; gradients do not touch them.
       mesh, axis: experts are spread over `axis` of `mesh`, and the input's leading dimension with
         them. `mesh=None`: one rank, no `shard_map`, `method="reference"`.
       balance: `"haloq"`, or `"none"`: every route runs at its expert's home (use it to train).
@@ -124,7 +136,7 @@ class MoE(nnx.Module):
         shared_expert_sms: int | None = None,
         dtype=None,
         param_dtype=jnp.float32,
-        weight_dtype: str | None = None,
+        weight_dtype=None,
         mesh: jax.sharding.Mesh | None = None,
         axis: str = "ep",
         balance: str = "haloq",
@@ -137,6 +149,7 @@ class MoE(nnx.Module):
         self.method = _check_method(method, mesh, axis, num_experts)
         if balance not in ("haloq", "none"):
             raise ValueError(f'balance={balance!r} is not one of ("haloq", "none")')
+        weight_dtype = dtype_name(weight_dtype)
         _check_weight_dtype(weight_dtype, hidden_size, intermediate_size, reference_scheme)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
@@ -188,7 +201,9 @@ class MoE(nnx.Module):
         """Runs the layer.
 
         Args:
-          x: `[..., D]`; with a mesh its leading dimension is sharded over `axis`.
+          x: `[..., D]`; with a mesh its leading dimension is sharded over `axis`, and its tokens
+            must be divisible by the ranks. Rows that pad them are routed like any other and change
+            none: drop their outputs.
           domain: a `DomainHandle`; default: the one `attach` put here.
           layer: overrides the module's layer index; may be traced (a scan over layers).
           forced_routing: `"balanced"` ignores the router (`balanced_routing`): for timing only.
@@ -197,9 +212,10 @@ class MoE(nnx.Module):
           `x`'s shape and dtype.
 
         Raises:
-          ValueError: a shape that does not fit, or `method="fused"` without a Domain.
+          ValueError, TypeError: an input that does not fit, `method="fused"` without a Domain, or
+            with one of other devices or of another dtype.
         """
-        if x.shape[-1] != self.hidden_size:
+        if x.shape[-1:] != (self.hidden_size,):
             raise ValueError(f"x has shape {x.shape}, expected [..., {self.hidden_size}]")
         if forced_routing is not None and forced_routing not in FORCED_ROUTINGS:
             raise ValueError(f"forced_routing={forced_routing!r} is not one of {FORCED_ROUTINGS}")
@@ -212,14 +228,27 @@ class MoE(nnx.Module):
             )
         layer = jnp.int32(self.layer if layer is None else layer)
         dtype = x.dtype if self.dtype is None else jnp.dtype(self.dtype)
+        self._check_call(x, dtype, domain)
         tokens = x.astype(dtype).reshape(-1, self.hidden_size)
-        if self.mesh is not None:
-            _check_divisible(tokens.shape[0], self.mesh.shape[self.axis], self.axis)
         y, plan, topk_ids = _run(
             _Settings.of(self, forced_routing), tokens, *self._weights(dtype), domain, layer
         )
         self._sow(plan, topk_ids, dtype)
         return y.reshape(x.shape).astype(x.dtype)
+
+    def _check_call(self, x, dtype, domain):
+        if domain is not None:
+            if not isinstance(domain, DomainHandle):
+                raise TypeError(
+                    f"domain is a {type(domain).__name__}, expected a DomainHandle; pass "
+                    "domain.handle"
+                )
+            _check_devices(self, domain, "this MoE")
+            if self.method == "fused":
+                _check_dtype(self, dtype, domain.config, "this MoE")
+        if self.mesh is not None:
+            each = 1 if domain is None else domain.config.ranks_per_device
+            _check_divisible(x.shape, self.mesh.shape[self.axis], each, self.axis)
 
     def _weights(self, dtype):
         """Replicated weights, and the expert planes, as the computation takes them."""
@@ -267,8 +296,9 @@ class _Settings:
 
     @classmethod
     def of(cls, module: MoE, forced_routing: str | None) -> _Settings:
-        names = [field.name for field in dataclasses.fields(cls)][:-1]
-        return cls(*(getattr(module, name) for name in names), forced_routing)
+        names = {field.name for field in dataclasses.fields(cls)} - {"forced_routing"}
+        values = {name: getattr(module, name) for name in names}
+        return cls(**values, forced_routing=forced_routing)
 
 
 # Jitted, or calls and gradients outside jit would run op by op.
@@ -300,13 +330,13 @@ def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer):
     if shared is not None:
         sms = settings.shared_expert_sms
         options["shared_expert"] = lambda t: shared_expert(t, *shared, sms=sms)
-    routes = _route(settings, tokens, router, bias)
+    ids, weights = _route(settings, tokens, router, bias)
     if settings.method == "reference":
         options["scheme"] = settings.reference_scheme
-        y, plan = reference_layer(tokens, *routes, experts, domain, **options)
+        y, plan = reference_layer(tokens, ids, weights, experts, domain, **options)
     else:
-        y, plan = moe_layer(tokens, *routes, ExpertWeights(*experts), domain, **options)
-    return y, plan, routes[0]
+        y, plan = moe_layer(tokens, ids, weights, ExpertWeights(*experts), domain, **options)
+    return y, plan, ids
 
 
 def _route(settings: _Settings, tokens, router, bias):
@@ -332,11 +362,15 @@ def _route(settings: _Settings, tokens, router, bias):
     )
 
 
-def _check_divisible(num_tokens, devices, axis):
-    if num_tokens % devices:
+def _check_divisible(shape, num_devices, ranks_per_device, axis):
+    num_tokens, num_ranks = math.prod(shape[:-1]), num_devices * ranks_per_device
+    if num_tokens % num_ranks:
+        padded = num_tokens + -num_tokens % num_ranks
         raise ValueError(
-            f"{num_tokens} tokens are not divisible by the {devices} devices of axis "
-            f'"{axis}"; pad the batch and give the padding rows ids outside the experts'
+            f"x has shape {shape}: the number of tokens, {num_tokens}, is not divisible by the "
+            f'{num_ranks} ranks of axis "{axis}" ({num_devices} devices, ranks_per_device='
+            f"{ranks_per_device}); pad x to {padded} tokens and drop the outputs of the rows "
+            "added, which are routed like any other and change none"
         )
 
 
@@ -369,7 +403,7 @@ def _check_weight_dtype(weight_dtype, hidden_size, intermediate_size, reference_
         raise ValueError('reference_scheme="dense" takes no FP8 weights; use "blocked"')
 
 
-def attach(model: nnx.Module, domain) -> None:
+def attach(model: nnx.Module, domain: Domain | DomainHandle | None) -> None:
     """Gives every `MoE` of `model` the handle of `domain` (a Domain or a handle; None detaches).
 
     The handle is a variable of the module: it travels into `nnx.jit` with the model's state, so a
@@ -377,29 +411,121 @@ def attach(model: nnx.Module, domain) -> None:
     process: attach a restored model again.
 
     Raises:
-      ValueError: the Domain was made for other sizes than a module has, naming both values.
+      ValueError: no MoE in the model, a stacked one, a closed Domain, or one that was made for
+        other sizes, layers or devices than a module has, naming both values.
+      TypeError: a `domain` that is none, a model that is no NNX module, or another dtype.
     """
-    handle = getattr(domain, "handle", domain)
-    for _, module in nnx.iter_graph(model):
-        if isinstance(module, MoE):
-            if handle is not None:
-                _check_fits(module, handle.config)
-            module.domain = None if handle is None else AttachedDomain(handle)
+    handle = _handle_of(domain)
+    modules = {
+        "MoE " + ".".join(map(str, path)) if path else "this MoE": module
+        for path, module in nnx.iter_graph(model)
+        if isinstance(module, MoE)
+    }
+    if not modules:
+        raise _no_module(model)
+    if handle is not None:
+        for name, module in modules.items():
+            _check_fits(module, handle, name)
+        _check_layers(modules, handle.config)
+    for module in modules.values():
+        module.domain = None if handle is None else AttachedDomain(handle)
 
 
-def _check_fits(module, config):
-    for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "weight_dtype"):
-        if getattr(module, name) != getattr(config, name):
-            raise ValueError(
-                f"the Domain was made for {name}={getattr(config, name)}, an MoE of the model has "
-                f"{getattr(module, name)}; make a Domain of the model's sizes"
-            )
-    devices = 1 if module.mesh is None else module.mesh.shape[module.axis]
-    if devices != config.num_devices:
-        raise ValueError(
-            f'the Domain spans {config.num_devices} devices, axis "{module.axis}" of an MoE has '
-            f"{devices}; make the Domain on the model's mesh"
+def _handle_of(domain):
+    if isinstance(domain, Domain):
+        if not domain.is_open:
+            raise ValueError("this Domain is closed; make a new one and attach that")
+        return domain.handle
+    if domain is None or isinstance(domain, DomainHandle):
+        return domain
+    raise TypeError(
+        f"domain is a {type(domain).__name__}, expected a jax_iser.Domain, its handle, or None to "
+        "detach"
+    )
+
+
+def _no_module(model):
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    if isinstance(model, nnx.Module):
+        return ValueError(
+            f"the model, a {kind}, has no jax_iser.nnx.MoE: nothing to attach; put one in place of "
+            "its MoE layers first"
         )
+    return TypeError(
+        f"the model is a {kind}, expected a flax.nnx.Module with a jax_iser.nnx.MoE in it; from "
+        "Flax Linen, which keeps no state in modules, call jax_iser.moe_layer"
+    )
+
+
+def _check_fits(module, handle, name):
+    config = handle.config
+    for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "weight_dtype"):
+        if getattr(module, field) != getattr(config, field):
+            raise ValueError(
+                f"the Domain was made for {field}={getattr(config, field)}, {name} has "
+                f"{getattr(module, field)}; make a Domain of the model's sizes"
+            )
+    if module.dtype is not None:
+        _check_dtype(module, jnp.dtype(module.dtype), config, name)
+    _check_devices(module, handle, name)
+    gate = module.gate.get_value()
+    if gate.ndim != (2 if fp8.is_fp8(gate) else 3):
+        raise ValueError(
+            f"{name} is stacked: its gate has shape {gate.shape}, and a handle has no such axis; "
+            "detach it, and pass domain=domain.handle and layer= to its calls in nnx.scan"
+        )
+
+
+def _check_layers(modules, config):
+    for name, module in modules.items():
+        if not 0 <= module.layer < config.num_layers:
+            needed = 1 + max(each.layer for each in modules.values())
+            raise ValueError(
+                f"{name} has layer={module.layer}, outside the Domain's num_layers="
+                f"{config.num_layers}; make the Domain with num_layers={needed}"
+            )
+
+
+def _check_dtype(module, dtype, config: DomainConfig, name):
+    if dtype.name == config.dtype:
+        return
+    whose = "of its input" if module.dtype is None else "its dtype="
+    remedy = f'give the MoE dtype="{config.dtype}"'
+    if dtype.name in DTYPES:
+        remedy = f'make the Domain with dtype="{dtype.name}", or {remedy}'
+    raise TypeError(
+        f"{name} computes in {dtype.name} ({whose}), the Domain was made for dtype="
+        f'"{config.dtype}"; {remedy}'
+    )
+
+
+def _check_devices(module, handle, name):
+    """Equal devices in equal order, where the handle's are known."""
+    mesh, theirs = module.mesh, handle.devices
+    if mesh is None:
+        if handle.config.num_devices > 1:
+            raise ValueError(
+                f"the Domain spans {handle.config.num_devices} devices, {name} has no mesh; make "
+                "it with the Domain's"
+            )
+        return
+    ours = list(mesh.devices.flat)
+    if theirs == ours or (theirs is None and handle.config.num_devices == len(ours)):
+        return
+    others = {axis: size for axis, size in mesh.shape.items() if axis != module.axis and size > 1}
+    found = handle.config.num_devices if theirs is None else _names(theirs)
+    raise ValueError(
+        f"the Domain is on devices {found}, {name} on {_names(ours)}; make both with one mesh"
+        + (
+            f", without the other axes {others}: one program drives one expert-parallel group"
+            if others
+            else f': Domain(mesh, "{module.axis}", ...) with the mesh of the MoE'
+        )
+    )
+
+
+def _names(devices):
+    return "[" + ", ".join(f"{device.platform}:{device.id}" for device in devices) + "]"
 
 
 def load_hf(moe: MoE, tensors: Mapping[str, jax.Array], prefix: str = "") -> None:
@@ -413,13 +539,18 @@ def load_hf(moe: MoE, tensors: Mapping[str, jax.Array], prefix: str = "") -> Non
       prefix: what stands before `mlp.`, such as `model.layers.3.`.
 
     Raises:
-      ValueError: a tensor that is missing or has another shape, or a gate on the shared expert.
+      ValueError, TypeError: a tensor that is missing, has another shape or holds integers, or a
+        gate on the shared expert.
     """
 
     def get(name, shape):
         if prefix + name not in tensors:
             raise ValueError(f"{prefix + name} is missing from the tensors given")
         value = jnp.asarray(tensors[prefix + name])
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(
+                f"{prefix + name} is {value.dtype}, expected floats; dequantise the tensors first"
+            )
         if value.shape != shape:
             raise ValueError(f"{prefix + name} has shape {value.shape}, expected {shape}")
         return value

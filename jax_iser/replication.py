@@ -142,7 +142,9 @@ def check_tokens(name, array, width, config, dtype) -> None:
     ranks = config.ranks_per_device
     if array.shape[0] % ranks:
         raise ValueError(
-            f"{name} has {array.shape[0]} rows, not divisible by ranks_per_device={ranks}"
+            f"{name} has {array.shape[0]} rows on a device, not divisible by ranks_per_device="
+            f"{ranks}; pad them to {array.shape[0] + -array.shape[0] % ranks} and drop the outputs "
+            "of the rows added (topk_ids of -1 cost nothing)"
         )
     if array.shape[0] // ranks > config.max_tokens_per_rank:
         raise ValueError(

@@ -100,14 +100,14 @@ def _place(value, abstract):
 
 
 def from_pretrained(
-    directory: str | Path, *, dtype=jnp.float32, weight_dtype: str | None = None, **options
+    directory: str | Path, *, dtype=jnp.float32, weight_dtype=None, **options
 ) -> MoELM:
     """Loads the model that `save` wrote.
 
     Args:
       directory: holds `config.json` and `model.safetensors`.
       dtype: of weights and activations; norms and router stay f32.
-      weight_dtype: `"float8_e4m3fn"` quantises the routed experts as they are read. Those that are
+      weight_dtype: float8_e4m3fn quantises the routed experts as they are read. Those that are
         stored so stay so.
       **options: of `MoELM`: mesh, axis, balance, method and so on.
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_iser.config import dtype_name
 from jax_iser.nnx import MoE
 
 from .config import ModelConfig
@@ -121,7 +122,7 @@ class MoELM(nnx.Module):
       config: its sizes.
       dtype: of activations and matmuls; norms, router and logits are f32.
       param_dtype: of the weights but norms and router.
-      weight_dtype: of the routed experts: None, for param_dtype, or `"float8_e4m3fn"`.
+      weight_dtype: of the routed experts: None, for param_dtype, or float8_e4m3fn.
       mesh, axis: with a mesh, sequences are sharded over `axis` (attention is data parallel) and
         experts are spread over it. Its axes must be of type Auto.
       balance, method, reference_scheme: see `jax_iser.nnx.MoE`.
@@ -135,7 +136,7 @@ class MoELM(nnx.Module):
         *,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
-        weight_dtype: str | None = None,
+        weight_dtype=None,
         mesh: jax.sharding.Mesh | None = None,
         axis: str = "ep",
         balance: str = "haloq",
@@ -150,7 +151,7 @@ class MoELM(nnx.Module):
                 "axis_types=(jax.sharding.AxisType.Auto,)"
             )
         self.config, self.dtype, self.mesh, self.axis = config, jnp.dtype(dtype), mesh, axis
-        self.weight_dtype = weight_dtype
+        self.weight_dtype = dtype_name(weight_dtype)
         normal = nnx.initializers.normal(1.0)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = nnx.Param(normal(rngs.params(), (vocab, hidden), param_dtype))

@@ -153,8 +153,23 @@ def test_domain_sizes(change, text):
 
 
 def test_unknown_option_of_a_domain():
-    with pytest.raises(TypeError, match="helper_slots"):
+    words = "a Domain has no option helper_slots; did you mean num_helper_slots"
+    with pytest.raises(TypeError, match=words):
         jax_iser.Domain(mesh_of(8), AXIS, **SIZES, helper_slots=4)
+    with pytest.raises(TypeError, match=r"num_ranks follows from the mesh .*; leave it out"):
+        jax_iser.Domain(mesh_of(8), AXIS, **SIZES, num_ranks=4)
+    with pytest.raises(TypeError, match=r"a Domain needs top_k, hidden_size, .* too"):
+        jax_iser.Domain(mesh_of(8), AXIS, num_experts=16)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
+def test_dtypes_are_kept_by_name(dtype):
+    config = DomainConfig(
+        num_ranks=8,
+        **SIZES | {"dtype": dtype, "hidden_size": 128, "intermediate_size": 128},
+        weight_dtype=jnp.float8_e4m3fn,
+    )
+    assert (config.dtype, config.weight_dtype) == ("bfloat16", "float8_e4m3fn")
 
 
 def test_ranks_that_do_not_share_devices_evenly():
@@ -458,11 +473,16 @@ def test_unknown_stage_of_a_stall(domain):
         ValueError, match="stage='lunch' is not one of counts, staging, dispatch, READY"
     ):
         domain.stall(0, "lunch", 1.0)
-    with pytest.raises(ValueError, match="no such rank or stage"):
+    with pytest.raises(ValueError, match="rank=8 is not one of the 8 ranks"):
         domain.stall(8, "counts", 1.0)
 
 
 def test_helper_slot_that_is_not_there(domain):
-    for rank, slot in ((8, 0), (0, 4), (-1, 0)):
-        with pytest.raises(ValueError, match="no such helper slot"):
-            domain.helper(rank, 0, slot)
+    for place, words in (
+        ((8, 0, 0), r"rank=8: .* 0\.\.7"),
+        ((-1, 0, 0), "rank=-1: "),
+        ((0, 1, 0), r"layer=1: .* 0\.\.0"),
+        ((0, 0, 4), r"helper_idx=4: no such helper slot; helper_idx is in 0\.\.3"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            domain.helper(*place)

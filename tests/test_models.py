@@ -234,7 +234,7 @@ def test_calls_that_cannot_run():
         make_moe()(inputs()[..., :15])
     with pytest.raises(ValueError, match=r"needs a Domain.*attach"):
         make_moe(mesh=make_mesh(2))(inputs())
-    with pytest.raises(ValueError, match="7 tokens are not divisible by the 2 devices"):
+    with pytest.raises(ValueError, match="number of tokens, 7, is not divisible by the 2 ranks"):
         make_moe(mesh=make_mesh(2), method="reference")(inputs()[0, :1].repeat(7, 0))
     with pytest.raises(ValueError, match="forced_routing='all'"):
         make_moe()(inputs(), forced_routing="all")
@@ -283,6 +283,10 @@ def test_hugging_face_tensors_that_do_not_fit():
         load_hf(make_moe(), tensors, prefix)
     with pytest.raises(ValueError, match=r"^mlp.experts.0.gate_proj.weight is missing"):
         load_hf(make_moe(), tensors)
+    tensors = hf_tensors()
+    tensors[prefix + "mlp.gate.weight"] = np.zeros((8, 16), np.int8)
+    with pytest.raises(TypeError, match=r"mlp.gate.weight is int8, expected floats; dequantise"):
+        load_hf(make_moe(), tensors, prefix)
     tensors[prefix + "mlp.shared_expert_gate.weight"] = np.zeros((1, 16))
     with pytest.raises(ValueError, match="shared_expert_gate"):
         load_hf(make_moe(), tensors, prefix)

@@ -1,17 +1,20 @@
 """The NNX module outside jit, and how a Domain is attached to it."""
 
+import functools
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from layers import assert_same_bits
 
 import jax_iser
 import jax_iser.nnx
+from jax_iser import fp8
 from jax_iser.nnx import MoE, attach
 
 SIZES = {"num_experts": 16, "top_k": 2, "hidden_size": 16, "intermediate_size": 24}
@@ -110,3 +113,120 @@ def test_specs_of_a_plan():
     specs = jax_iser.Plan.specs("ep")
     assert specs.route_slot == P("ep")
     assert set(specs) - {specs.route_slot} == {P()}
+
+
+# What a Domain is attached to
+
+
+@pytest.fixture(scope="module")
+def domain():
+    with make_domain(make_mesh(4, devices=jax.devices()[:4])) as one:
+        yield one
+
+
+def refused(kind, text, call, *args, **options):
+    with pytest.raises(kind, match=text):
+        call(*args, **options)
+
+
+def test_devices_are_compared(domain):
+    x, devices = inputs(), jax.devices()
+    for chosen in (devices[4:], devices[3::-1]):
+        moe = make_moe(make_mesh(4, devices=chosen))
+        names = r", ".join(f"cpu:{device.id}" for device in chosen)
+        words = (
+            rf"on devices \[cpu:0, .* cpu:3\], this MoE on \[{names}\]; .* with the mesh of the MoE"
+        )
+        refused(ValueError, words, attach, moe, domain)
+        refused(ValueError, words, moe, x, domain=domain.handle)
+    words = r"MoE inner\.moe on \[cpu:0, .*\]; .*'dp': 2.*one program drives one"
+    group = make_moe(make_mesh(2, 4, names=("dp", "ep")))
+    model = nnx.Dict(inner=nnx.Dict(moe=group))
+    refused(ValueError, words, attach, model, domain)
+    words = "spans 4 devices, this MoE has no mesh"
+    refused(ValueError, words, attach, make_moe(None), domain)
+
+
+def test_models_that_cannot_be_attached(domain):
+    linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    words = r"a flax\.nnx\.\S*Linear, has no jax_iser\.nnx\.MoE: nothing to attach"
+    refused(ValueError, words, attach, linear, domain)
+    words = r"a flax\.linen\.\S*Dense, expected a flax\.nnx\.Module .* Flax Linen"
+    refused(TypeError, words, attach, linen.Dense(3), domain)
+    moe = make_moe(domain.mesh)
+    refused(TypeError, r"domain is a str, expected a jax_iser\.Domain", attach, moe, "d")
+    refused(TypeError, r"domain is a Domain, .* domain\.handle", moe, inputs(), domain=domain)
+    attach([moe], domain)
+    attach(moe, None)
+    assert moe.domain is None
+
+
+def test_a_closed_domain_is_not_attached():
+    mesh = make_mesh(2)
+    with make_domain(mesh, max_tokens_per_rank=48) as own:
+        pass
+    refused(ValueError, "this Domain is closed; make a new one", attach, make_moe(mesh), own)
+
+
+def test_layers_of_a_model_fit_the_domain(domain):
+    model = nnx.List([make_moe(domain.mesh, layer=layer) for layer in (0, 3)])
+    words = r"MoE 1 has layer=3, outside the Domain's num_layers=1; .* num_layers=4"
+    refused(ValueError, words, attach, model, domain)
+    assert model[0].domain is None  # all or none
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
+def test_dtypes_of_module_and_domain(domain, dtype):
+    moe = make_moe(domain.mesh, dtype=dtype)
+    words = (
+        r'computes in bfloat16 \(its dtype=\), the Domain was made for dtype="float32"; make the '
+        r'Domain with dtype="bfloat16", or give the MoE dtype="float32"'
+    )
+    refused(TypeError, words, attach, moe, domain)
+    refused(TypeError, words, moe, inputs(), domain=domain.handle)
+    plain, wide = make_moe(domain.mesh), inputs().astype(jnp.bfloat16)
+    words = r"bfloat16 \(of its input\), .* make the Domain with dtype"
+    refused(TypeError, words, plain, wide, domain=domain.handle)
+    words = r'float16 \(of its input\), .* made for dtype="float32"; give the MoE dtype="float32"'
+    refused(TypeError, words, plain, wide.astype(np.float16), domain=domain.handle)
+    with make_domain(domain.mesh, dtype=dtype) as own:
+        attach(moe, own)
+        assert moe(inputs()).dtype == np.float32
+
+
+def test_stacked_modules_are_not_attached(domain):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return MoE(16, 24, num_experts=16, top_k=2, mesh=domain.mesh, rngs=rngs)
+
+    words = r"is stacked: its gate has shape \(3, 16, 24, 16\), .* nnx\.scan"
+    refused(ValueError, words, attach, make(nnx.Rngs(0)), domain)
+
+
+def test_inputs_that_do_not_fit(domain):
+    moe = make_moe(domain.mesh)
+    call = functools.partial(moe, domain=domain.handle)
+    words = r"x has shape \(94, 16\): the number of tokens, 94, .* 4 ranks .* pad x to 96 tokens"
+    refused(ValueError, words, call, inputs(94))
+    refused(ValueError, r"\(16,\): the number of tokens, 1, .* to 4 tokens", call, inputs()[0])
+    refused(ValueError, r"x has shape \(\), expected \[\.\.\., 16\]", call, jnp.float32(3))
+    with make_domain(make_mesh(2), ranks_per_device=2) as own:
+        moe = make_moe(own.mesh)
+        words = r"94, .* by the 4 ranks .* \(2 devices, ranks_per_device=2\); pad x to 96"
+        refused(ValueError, words, moe, inputs(94), domain=own.handle)
+        # What the error says: added rows change no other.
+        padded = np.concatenate([inputs(94), np.ones((2, 16), np.float32)])
+        whole = moe(inputs(), domain=own.handle)
+        assert_same_bits(moe(padded, domain=own.handle)[:94], whole[:94])
+
+
+def test_weights_of_fp8_modules_are_assigned_quantised():
+    moe = MoE(128, 128, num_experts=2, top_k=1, weight_dtype=jnp.float8_e4m3fn, rngs=nnx.Rngs(0))
+    assert moe.weight_dtype == fp8.NAME
+    values = jnp.ones((2, 128, 128))
+    words = r"weights of float32 are assigned .*quantize_fp8 .*load_hf"
+    refused(TypeError, words, moe.gate.__setitem__, ..., values)
+    refused(TypeError, words, moe.gate.set_value, values)
+    moe.gate[...] = fp8.quantize_plane(values)
+    assert_same_bits(moe.gate[...], fp8.quantize_plane(values))

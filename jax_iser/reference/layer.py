@@ -149,7 +149,8 @@ def moe_layer(
     if gate.shape[0] % ranks_here or x.shape[0] % ranks_here:
         raise ValueError(
             f"{gate.shape[0]} experts and {x.shape[0]} tokens on a device must both be divisible "
-            f"by ranks_per_device={ranks_here}"
+            f"by ranks_per_device={ranks_here}; pad the tokens to "
+            f"{x.shape[0] + -x.shape[0] % ranks_here} and drop the outputs of the rows added"
         )
     y = fused_moe(x, topk_ids, topk_weights, gate, up, down, axis_name=axis_name, scheme=scheme)
     if shared_expert is not None:
