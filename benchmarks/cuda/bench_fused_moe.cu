@@ -15,6 +15,7 @@
 // replicas. `ms` are medians of 20 of the slowest device, arms in turn; `tflops` counts 6 D I of
 // every routed row of a GPU; `of_dense` is against the best dense product.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -32,7 +33,7 @@ using namespace iser::cuda;
 
 namespace {
 
-constexpr int kRepeats = 20, kWarmUps = 3, kCheckedTokens = 16;
+constexpr int kRepeats = 20, kWarmUps = 3, kRounds = 4, kCheckedTokens = 16;
 int num_gpus = 1;
 double best_dense = 0;  // TFLOP/s
 std::string only_model;
@@ -139,9 +140,16 @@ struct Arm {
     }
   }
 
-  void call() {
+  double call() {  // ms of the slowest device
+    // GPUs rest as long before either kind of call.
+    static double host_ms = 0;
+    const auto began = std::chrono::steady_clock::now();
+    run.settle_ms = run.by_kernels ? host_ms : 0;
     world.prepare(run);
-    if (!run.by_kernels) world.sync();  // replicas are there, READY has come
+    if (!run.by_kernels) {
+      world.sync();  // replicas are there, READY has come
+      host_ms = MoeWorld::ms_since(began);
+    }
     for (size_t d = 0; d < begins.size(); ++d) {
       const MoeDevice& device = *world.devices[d];
       CHECK_CUDA(cudaSetDevice(device.gpu));
@@ -159,7 +167,7 @@ struct Arm {
       CHECK_CUDA(cudaEventElapsedTime(&ms, begins[d], ends[d]));
       slowest = std::max<double>(slowest, ms);
     }
-    times.push_back(slowest);
+    return slowest;
   }
 
   void finish() {
@@ -171,18 +179,21 @@ struct Arm {
     const std::vector<int32_t> loads = world.devices[0]->out_loads.get();
     const auto after = loads.begin() + loads.size() / 2;
     const double total = std::accumulate(after, loads.end(), 0.0);
-    timing = {median({times.begin() + kWarmUps, times.end()}), world.devices[0]->stamps.get(),
+    timing = {median(times), world.devices[0]->stamps.get(),
               *std::max_element(after, loads.end()) * (loads.size() / 2) / std::max(total, 1.0)};
   }
 };
 
-// All arms in turn, call by call: what heat does to clocks meets them alike.
+// Clocks follow the power of the last calls, and heat that of the last seconds: an arm's calls come
+// after others of its own, and arms take turns, every other time backwards.
 void time_arms(std::vector<std::unique_ptr<Arm>>& arms) {
-  for (int i = 0; i < kWarmUps + kRepeats; ++i) {
+  for (int round = 0; round < kRounds; ++round) {
     for (auto& arm : arms) {
-      arm->call();
-      if (i + 1 == kWarmUps + kRepeats) arm->finish();
+      for (int i = 0; i < kWarmUps; ++i) arm->call();
+      for (int i = 0; i < kRepeats / kRounds; ++i) arm->times.push_back(arm->call());
+      if (round + 1 == kRounds) arm->finish();
     }
+    std::reverse(arms.begin(), arms.end());
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -58,6 +59,7 @@ struct MoeRun {
   int32_t whole_sms = 0;                // that READY needs at once, as a copy of so many CTAs does
   bool by_kernels = false;              // the plan and the copy by their kernels
   const cudaEvent_t* starts = nullptr;  // a device each, before the plan; by kernels only
+  double settle_ms = 0;                 // from the call's preparation to the kernels of its plan
 };
 
 // Memory of a device, poisoned where a call must not read before it writes.
@@ -201,9 +203,17 @@ class MoeWorld {
 
   // Everything up to the launch of fused_moe, on all devices.
   void prepare(const MoeRun& run) {
+    const auto began = std::chrono::steady_clock::now();
     ++generation;
     for (auto& device : devices) poison(*device, run);
+    while (run.by_kernels && ms_since(began) < run.settle_ms) {
+    }
     run.by_kernels ? plan_by_kernels(run) : plan_by_hand(run);
+  }
+
+  static double ms_since(std::chrono::steady_clock::time_point began) {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began)
+        .count();
   }
 
   FusedLaunch launch(int32_t d, const MoeRun& run) const {
