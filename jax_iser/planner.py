@@ -118,7 +118,7 @@ def plan_counts(
     min_group_size: int = 4,
     min_routes: int = 0,
     gain_threshold: int = 0,
-    copy_rule: str = "per_slot",
+    copy_rule: str = "owner_direct",
     resident=None,
 ) -> CountsPlan:
     """Plans one layer call from the routes each rank has for each expert.
@@ -132,7 +132,7 @@ def plan_counts(
       min_group_size: ranks of the smallest group below the all-rank one: 4, 2 or 1.
       min_routes: a placement that would move fewer routes is skipped.
       gain_threshold: plan nothing while `max load / mean load` is below this many thousandths.
-      copy_rule: `"per_slot"` (the paper's), or `"owner_direct"` or `"sami"` for every broadcast.
+      copy_rule: `"owner_direct"` or `"sami"` for every broadcast, or `"per_slot"`, the paper's mix.
       resident: `[P, S] i32`, the expert that each helper slot holds from an earlier call of this
         layer (-1 for none); broadcasts that find themselves in place are marked resident.
 
@@ -183,7 +183,7 @@ def plan_many(
     min_group_size: int = 4,
     min_routes: int = 0,
     gain_threshold: int = 0,
-    copy_rule: str = "per_slot",
+    copy_rule: str = "owner_direct",
     with_flow: bool = False,
     num_threads: int | None = None,
 ) -> PlanBatch:

@@ -110,7 +110,7 @@ def test_picture_shows_loads_broadcasts_and_flow(tmp_path, capsys):
     before = next(line for line in lines if line.startswith("rank  0"))
     after = lines[lines.index(before) + 1]
     assert (before.count("░"), after.count("█")) == (40, round(40 / 3))
-    assert "1 broadcasts" in out
+    assert "1 broadcast, in placement order" in out
     assert "owner_direct" in out
 
 
@@ -165,6 +165,35 @@ def test_bad_csv_is_one_clear_line(tmp_path, capsys, content):
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert "counts.csv" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("1,2\n3\n", "line 2 has 1 numbers, the first 2; a line is a rank"),
+        ("#e0,e1\n1.5,2\n", "line 2: invalid literal for int() with base 10: '1.5'"),
+        (f"{2**70},2\n", "does not hold integers: Python int too large"),
+    ],
+)
+def test_bad_csv_names_the_line(tmp_path, capsys, content, words):
+    path = tmp_path / "counts.csv"
+    path.write_text(content)
+    assert main(["plan", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_bad_residents_are_named(counts_file, tmp_path, capsys):
+    path = tmp_path / "held.npy"
+    for held, words in (
+        (np.zeros((8, 3), int), "has shape (8, 3), expected (ranks, num_helper_slots) = (8, 4)"),
+        (np.full((8, 4), 99), "ranges from 99 to 99"),
+        (np.zeros((8, 4)), "float64 of shape (8, 4), expected integers [ranks, slots]"),
+    ):
+        np.save(path, held)
+        assert main(["plan", str(counts_file), "--resident", str(path)]) == 2
+        err = capsys.readouterr().err
+        assert f"error: {path}" in err
+        assert words in err
 
 
 @pytest.mark.parametrize("args", [[], ["x.txt"], ["missing.npy"], ["x.npy", "--slots", "-1"]])

@@ -1,5 +1,7 @@
 """HALO-Q's invariants, and its NumPy and C++ versions against each other (DESIGN: the plan)."""
 
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 from layers import assert_same_plan
 
 from jax_iser import planner
+from jax_iser.config import DomainConfig
 from jax_iser.groups import group_levels
 from jax_iser.reference import planner as twin
 from jax_iser.replay import workloads
+from jax_iser.replay.policies.haloq import HaloQ
 
 RANKS = (1, 2, 3, 4, 6, 8, 16, 24, 33, 72)
 KNOBS = ("num_helper_slots", "min_group_size", "min_routes", "gain_threshold", "copy_rule")
@@ -216,7 +220,8 @@ def test_worked_example():
     counts = np.zeros((4, 12), np.int32)
     counts[:, :3] = 45, 25, 20
     counts[:, 3], counts[:, 6], counts[:, 9] = 30, 15, 15
-    plan = planner.plan_counts(counts, num_helper_slots=1, min_group_size=2)
+    knobs = {"min_group_size": 2, "copy_rule": "per_slot"}
+    plan = planner.plan_counts(counts, num_helper_slots=1, **knobs)
     # m = min(210, 180): the group of ranks 2 and 3 has room 90 + 90, all of it, and is finest.
     assert plan.target == 150
     assert plan.num_broadcasts == 1
@@ -224,7 +229,7 @@ def test_worked_example():
     assert plan.load.tolist() == [180, 120, 150, 150]
     # The owner keeps none; each member keeps its own 45 and takes half of the rest.
     assert plan.quota[0].tolist() == [0, 0, 90, 90]
-    plan = planner.plan_counts(counts, num_helper_slots=2, min_group_size=2)
+    plan = planner.plan_counts(counts, num_helper_slots=2, **knobs)
     # Expert 1: m = min(30, 100); no room is left in ranks 2 and 3, 30 in ranks 0 and 1.
     assert plan.num_broadcasts == 2
     assert plan.broadcasts[1].tolist() == [1, 0, 1, 0, 0, 0]
@@ -292,6 +297,13 @@ def test_copy_rules():
     for row in rows_of(planner.plan_counts(counts, copy_rule="per_slot")):
         if row[1] not in group_levels(8)[row[2]].members(row[3]):
             assert row[5] == twin.SAMI
+
+
+def test_the_default_copy_rule_is_a_domains():
+    default = DomainConfig.copy_rule
+    for function in (planner.plan_counts, planner.plan_many, twin.plan_counts):
+        assert inspect.signature(function).parameters["copy_rule"].default == default
+    assert HaloQ.copy_rule == default
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import tokenize
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="plan nothing while max/mean load is below this many thousandths (default 0)",
     )
-    add("--copy-rule", choices=COPY_RULES, default="per_slot", help="who sends (default per_slot)")
+    add(
+        "--copy-rule",
+        choices=COPY_RULES,
+        default="owner_direct",
+        help="who sends (default owner_direct)",
+    )
     add(
         "--resident",
         metavar="FILE",
@@ -75,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     counts = read_integers(args.counts)
-    resident = None if args.resident is None else read_integers(args.resident)
+    resident = None
+    if args.resident is not None:
+        resident = read_integers(args.resident, "[ranks, slots]")
     knobs: dict[str, Any] = {
         "num_helper_slots": args.slots,
         "min_group_size": args.min_group_size,
@@ -88,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         # Residency moves no route, so that it has no part in the flow.
         flow = plan_many(counts[None], **knobs, with_flow=True, num_threads=1).flow
     except ValueError as error:
-        raise UsageError(f"{args.counts}: {error}") from error
+        path = args.resident if str(error).startswith("resident") else args.counts
+        raise UsageError(f"{path}: {error}") from error
     assert flow is not None
     result = explain(plan, flow[0], args.min_group_size)
     _print(result_console(args), result)
@@ -96,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_integers(path: str) -> np.ndarray:
+def read_integers(path: str, axes: str = "[ranks, experts]") -> np.ndarray:
     """A 2-D integer array from .npy (never unpickled) or .csv.
 
     Raises:
@@ -106,24 +113,45 @@ def read_integers(path: str) -> np.ndarray:
     if suffix not in (".npy", ".csv"):
         raise UsageError(f"{path} is neither .npy nor .csv")
     try:
-        if suffix == ".npy":
-            array = np.load(path, allow_pickle=False)
-        else:
-            with warnings.catch_warnings(action="ignore"):  # of an empty file, an error below
-                array = np.loadtxt(
-                    path, dtype=np.int64, delimiter=",", ndmin=2, encoding="utf-8-sig"
-                )
+        array = np.load(path, allow_pickle=False) if suffix == ".npy" else _read_csv(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError) as error:
+    except (
+        ValueError,
+        OverflowError,
+        EOFError,
+        MemoryError,
+        SyntaxError,
+        tokenize.TokenError,
+    ) as error:
         raise UsageError(f"{path} does not hold integers: {error}") from error
     if not isinstance(array, np.ndarray):
         raise UsageError(f"{path} is an archive of arrays, expected one array as .npy")
     if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
         raise UsageError(
-            f"{path} holds {array.dtype} of shape {array.shape}, expected integers [ranks, experts]"
+            f"{path} holds {array.dtype} of shape {array.shape}, expected integers {axes}, a row "
+            "a rank, as of numpy.save(path, array.astype(int))"
         )
     return array
+
+
+def _read_csv(path: str) -> np.ndarray:
+    """A line a rank; `#` begins a comment."""
+    rows: list[list[int]] = []
+    for line_number, line in enumerate(Path(path).read_text("utf-8-sig").splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        try:
+            rows.append([int(field) for field in line.split(",")])
+        except ValueError as error:
+            raise ValueError(f"line {line_number}: {error}") from None
+        if len(rows[-1]) != len(rows[0]):
+            raise ValueError(
+                f"line {line_number} has {len(rows[-1])} numbers, the first {len(rows[0])}; a line "
+                "is a rank"
+            )
+    return np.array(rows, np.int64, ndmin=2)
 
 
 def explain(plan, flow: np.ndarray, min_group_size: int) -> dict:
@@ -181,7 +209,8 @@ def _print_broadcasts(console, broadcasts: list[dict]) -> None:
     if not broadcasts:
         console.print("No broadcasts: nothing is copied, every route runs at its expert's home.\n")
         return
-    console.print(f"{len(broadcasts)} broadcasts, in placement order")
+    plural = "s" if len(broadcasts) > 1 else ""
+    console.print(f"{len(broadcasts)} broadcast{plural}, in placement order")
     table = make_table("expert", "owner", "level", "group", "slot", "how")
     for name in ("members", "quota, rank: routes"):
         table.add_column(name, justify="left")

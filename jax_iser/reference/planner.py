@@ -218,7 +218,7 @@ def plan_counts(
     min_group_size: int = 4,
     min_routes: int = 0,
     gain_threshold: int = 0,
-    copy_rule: str = "per_slot",
+    copy_rule: str = "owner_direct",
     resident=None,
 ) -> CountsPlan:
     """HALO-Q on the counts `[P, E] i32` of routes by source rank and expert.
