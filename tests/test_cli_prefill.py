@@ -304,6 +304,10 @@ def test_bits_leave_separators_out():
         (["--plot", "x.txt"], ["x.txt", ".png"]),
         (["--coordinator", "127.0.0.1:1"], ["--num-processes"]),
         (
+            ["--coordinator", "noport", "--num-processes", "2", "--process-id", "0"],
+            ["--coordinator noport is not HOST:PORT"],
+        ),
+        (
             ["--coordinator", "h:1", "--num-processes", "3", "--process-id", "0"],
             ["8 devices", "--num-processes 3"],
         ),

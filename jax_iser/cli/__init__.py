@@ -1,7 +1,7 @@
 """`jax-iser`: the command line. A command is a module of its own, imported when it is asked for.
 
 It has a docstring and `EXAMPLE` (a line) for its help, `add_arguments(parser)`, `run(args) -> int`.
-Exit codes: 0 success, 2 bad usage (one line on standard error), 1 failure (likewise).
+Exit codes: 0 success, 2 bad usage or input (one line on standard error), 1 failure (likewise).
 """
 
 from __future__ import annotations

@@ -141,6 +141,11 @@ def check(args: argparse.Namespace) -> int:
         raise UsageError("--coordinator, --num-processes and --process-id go together")
     num_devices = args.ep // args.ranks_per_device
     if args.coordinator:
+        host, _, port = args.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise UsageError(
+                f"--coordinator {args.coordinator} is not HOST:PORT, such as 127.0.0.1:9876"
+            )
         if args.process_id >= args.num_processes:
             raise UsageError(
                 f"--process-id {args.process_id} is not below --num-processes {args.num_processes}"

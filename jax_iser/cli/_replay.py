@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jax_iser.cli._output import Failure, UsageError, number
+from jax_iser.cli._output import UsageError, number
 from jax_iser.replay.trace import Trace
 
 MADE = ("synthetic:", "workload:")
+# Sizes of made-up traces: DeepSeek-V4-Pro's. What the command line leaves out is None there.
+SIZES = {"layers": 61, "experts": 384, "top_k": 6, "seed": 0}
 
 
 def integers(low: int, high: int):
@@ -23,27 +25,22 @@ def add_size_arguments(parser: argparse.ArgumentParser, iterations: int) -> None
     made.add_argument(
         "--layers",
         type=number(int, 1, 1024),
-        default=61,
         metavar="L",
         help="MoE layers (default 61)",
     )
     made.add_argument(
         "--experts",
         type=number(int, 1, 1024),
-        default=384,
         metavar="E",
         help="experts of a layer (default 384)",
     )
     made.add_argument(
         "--top-k",
         type=number(int, 1, 64),
-        default=6,
         metavar="K",
         help="experts of a token (default 6)",
     )
-    made.add_argument(
-        "--seed", type=number(int, 0, 2**32 - 1), default=0, help="of what is drawn (default 0)"
-    )
+    made.add_argument("--seed", type=number(int, 0, 2**32 - 1), help="of what is drawn (default 0)")
     made.add_argument(
         "--iterations",
         type=number(int, 1, 10**6),
@@ -55,12 +52,19 @@ def add_size_arguments(parser: argparse.ArgumentParser, iterations: int) -> None
 def make_trace(text: str, args: argparse.Namespace, iterations: int) -> Trace:
     """The trace that `synthetic:NAME` or `workload:NAME` names."""
     kind, _, name = text.partition(":")
+    given = {name: getattr(args, name) for name in SIZES}
+    known = SIZES | {name: value for name, value in given.items() if value is not None}
+    if known["top_k"] > known["experts"]:
+        raise UsageError(
+            f"--top-k {known['top_k']} exceeds --experts {known['experts']}: a token's experts are "
+            "distinct"
+        )
     sizes = {
-        "num_layers": args.layers,
-        "num_experts": args.experts,
-        "top_k": args.top_k,
+        "num_layers": known["layers"],
+        "num_experts": known["experts"],
+        "top_k": known["top_k"],
         "num_iterations": args.iterations or iterations,
-        "seed": args.seed,
+        "seed": known["seed"],
     }
     try:
         if kind == "synthetic":
@@ -78,6 +82,12 @@ def open_all(texts: list[str], args: argparse.Namespace, iterations: int, consol
     """Every trace that the command line names, in order."""
     from jax_iser.replay.traces import TraceError, open_traces
 
+    given = [_option(name) for name in SIZES if getattr(args, name) is not None]
+    if given and not any(text.startswith(MADE) for text in texts):
+        raise UsageError(
+            f"{', '.join(given)} size made-up traces ({' or '.join(MADE)}...), and none is named; "
+            "leave them out: recorded ones have sizes of their own"
+        )
     traces: list[Trace] = []
     for text in texts:
         if text.startswith(MADE):
@@ -91,8 +101,21 @@ def open_all(texts: list[str], args: argparse.Namespace, iterations: int, consol
             with console.status(f"reading {text}"):
                 traces += open_traces(text, args.num_experts)
         except TraceError as error:
-            raise Failure(str(error)) from None
+            raise UsageError(str(error)) from None
     return traces
+
+
+def _option(name):
+    return "--" + name.replace("_", "-")
+
+
+def make_folder(option: str, path: Path | None) -> None:
+    """Makes a folder for results now, not after minutes of work."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be made: {error.strerror or error}") from None
 
 
 def folder(text: str) -> Path:

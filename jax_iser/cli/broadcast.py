@@ -18,7 +18,7 @@ from jax_iser.cli._output import (
     result_console,
     write_json,
 )
-from jax_iser.cli._replay import folder, integers
+from jax_iser.cli._replay import folder, integers, make_folder
 
 EXAMPLE = "jax-iser broadcast --groups 4,8,16 --link-gbps 450 --json -"
 
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from jax_iser.replay.broadcast import Link, broadcast_rows
 
     check_writable("--json", args.json)
+    make_folder("--plot", args.plot)
     link = Link(args.link_gbps * 1e9, args.latency_us * 1e-6, args.slice_bytes)
     rows = broadcast_rows(args.expert_bytes, args.groups, link)
     table = Table(title=f"broadcast of {args.expert_bytes / 1e6:.2f} MB, GB/s")

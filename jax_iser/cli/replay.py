@@ -13,7 +13,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jax_iser.cli._output import (
-    Failure,
     UsageError,
     add_json_argument,
     check_writable,
@@ -22,7 +21,7 @@ from jax_iser.cli._output import (
     result_console,
     write_json,
 )
-from jax_iser.cli._replay import add_size_arguments, folder, integers, open_all
+from jax_iser.cli._replay import add_size_arguments, folder, integers, make_folder, open_all
 
 EXAMPLE = "jax-iser replay synthetic:mixed --ep 4,8 --policy none,haloq,p2p --json -"
 ITERATIONS = 20
@@ -109,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from jax_iser.replay.engine import why_not
 
     check_writable("--json", args.json)
+    make_folder("--plot", args.plot)
     policies, fit = _policies(args), _time_fit(args)
     console = progress_console()
     traces = open_all(args.traces, args, ITERATIONS, console)
@@ -122,10 +122,11 @@ def run(args: argparse.Namespace) -> int:
             found, cut = _replay_one(args, trace, ep, policies, console)
             rows += found
             notes += [f"{trace.name}: {note}" for note in cut.notes]
+    notes = list(dict.fromkeys(notes))
     for line in [*skipped, *notes]:
         console.print(f"note: {line}", style="dim", markup=False)
     if not rows:
-        raise Failure("nothing was replayed: " + "; ".join(skipped))
+        raise UsageError("nothing was replayed: " + "; ".join(skipped))
     _add_costs(rows, args, fit)
     _print_tables(result_console(args), rows, fit)
     figures = [row.figures for row in rows]
@@ -182,7 +183,7 @@ def _replay_one(args, trace, ep, policies, console):
                 gain_threshold=args.gain_threshold,
             )
         except (TraceError, ValueError) as error:
-            raise Failure(str(error)) from None
+            raise UsageError(str(error)) from None
 
 
 def _add_costs(rows, args, fit):

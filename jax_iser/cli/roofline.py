@@ -19,23 +19,26 @@ from jax_iser.cli._output import (
     result_console,
     write_json,
 )
-from jax_iser.cli._replay import folder, integers
+from jax_iser.cli._replay import folder, integers, make_folder
 
 EXAMPLE = "jax-iser roofline --device H200:1.979:450:2 --model mine:4096:2048:8:1:4096:48 --json -"
+
+_DEVICE = "NAME:PFLOPS:GBPS:WEIGHT"
+_MODEL = "NAME:WIDTH:I:K:SHARED:SHARED_WIDTH[:LAYERS]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         action="append",
-        metavar="NAME:PFLOPS:GBPS:WEIGHT",
+        metavar=_DEVICE,
         help="dense PFLOP/s of the routed experts, GB/s a direction, and how many times slower the "
         "shared expert runs; default GB300 and VR200",
     )
     parser.add_argument(
         "--model",
         action="append",
-        metavar="NAME:WIDTH:I:K:SHARED:SHARED_WIDTH[:LAYERS]",
+        metavar=_MODEL,
         help="expert input width, intermediate size, top-k, shared experts and their width; "
         "default DeepSeek-V4-Pro and Kimi K3",
     )
@@ -69,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from jax_iser.replay import roofline
 
     check_writable("--json", args.json)
+    make_folder("--plot", args.plot)
     devices = [_device(text) for text in args.device or []] or list(roofline.DEVICES)
     models = [_model(text) for text in args.model or []] or list(roofline.MODELS)
     rows = roofline.scenarios(devices, models, args.tokens_per_rank, args.copies, args.ep)
@@ -88,10 +92,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fields(text, option, counts, kinds):
+def _fields(text, option, form, counts, kinds):
     parts = text.split(":")
     if len(parts) not in counts or not parts[0]:
-        raise UsageError(f"{option} {text!r} has {len(parts)} fields; see --help for them")
+        wanted = " or ".join(map(str, counts))
+        raise UsageError(f"{option} {text!r} has {len(parts)} fields, expected {wanted}: {form}")
     try:
         values = [kind(part) for kind, part in zip(kinds, parts[1:], strict=False)]
     except ValueError as error:
@@ -104,7 +109,7 @@ def _fields(text, option, counts, kinds):
 def _device(text):
     from jax_iser.replay.roofline import Device
 
-    name, (pflops, gbps, weight) = _fields(text, "--device", (4,), (float,) * 3)
+    name, (pflops, gbps, weight) = _fields(text, "--device", _DEVICE, (4,), (float,) * 3)
     if not pflops or not gbps:
         raise UsageError(f"--device {text!r}: rates are above 0")
     return Device(name, pflops * 1e15, gbps * 1e9, weight)
@@ -113,7 +118,7 @@ def _device(text):
 def _model(text):
     from jax_iser.replay.roofline import Model
 
-    name, values = _fields(text, "--model", (6, 7), (int,) * 6)
+    name, values = _fields(text, "--model", _MODEL, (6, 7), (int,) * 6)
     if not all(values[:3]):
         raise UsageError(f"--model {text!r}: width, intermediate size and top-k are above 0")
     return Model(name, *values)

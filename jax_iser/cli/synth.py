@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.out.endswith(".npz"):
         raise UsageError(f"--out {args.out} does not end in .npz")
     trace = make_trace(args.trace, args, ITERATIONS)
-    if reason := why_not(args.experts, args.ep):
+    if reason := why_not(trace.num_experts, args.ep):
         raise UsageError(f"{reason}; choose --ep and --experts that divide")
     try:
         with progress_console().status(f"making {trace.name}"):
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     size = Path(args.out).stat().st_size
     result_console(args).print(
-        f"{args.out}: {tokens} tokens x {args.layers} layers x top {args.top_k} of "
-        f"{args.experts}, {size / 1e6:.1f} MB",
+        f"{args.out}: {tokens} tokens x {trace.num_layers} layers x top {trace.top_k} of "
+        f"{trace.num_experts}, {size / 1e6:.1f} MB",
         markup=False,
     )
     write_json(args.json, {"file": args.out, "tokens": tokens, "bytes": size})

@@ -114,6 +114,40 @@ def loads_of(batch: Batch, plan, expert, quota) -> np.ndarray:
     return load.astype(np.int32)
 
 
+def why_wrong(batch: Batch, outcome, slots: int) -> str | None:
+    """Why an answer is no `Outcome` of the batch with so many slots a rank, or None."""
+    if not isinstance(outcome, Outcome):
+        return f"{type(outcome).__name__}, expected a jax_iser.replay.batch.Outcome"
+    n, p, m = batch.num_plans, batch.num_ranks, len(outcome.plan)
+    shapes = {"plan": (m,), "expert": (m,), "quota": (m, p), "slots": (n, p, ...)}
+    shapes |= dict.fromkeys(("load", "owner_copies"), (n, p))
+    for name, value in outcome._asdict().items():
+        shape, wanted = np.shape(value), shapes.get(name, (n,))
+        fits = len(shape) == len(wanted) and all(
+            b in (a, ...) for a, b in zip(shape, wanted, strict=True)
+        )
+        if not fits or np.asarray(value).dtype.kind not in "iu":
+            found = f"{np.asarray(value).dtype} of shape {shape}"
+            return f"{name}: {found}, expected integers {wanted}".replace("Ellipsis", "C")
+    if outcome.slots.shape[2] > slots:
+        return f"slots: {outcome.slots.shape[2]} experts a rank, above slots={slots}"
+    for name, size in (("plan", n), ("expert", batch.num_experts)):
+        index = getattr(outcome, name)
+        if m and not 0 <= index.min() <= index.max() < size:
+            return f"{name}: {index.min()} to {index.max()}, expected 0 to {size - 1}"
+    if (np.diff(outcome.plan) < 0).any():
+        return "plan: not in ascending order"
+    if len(np.unique(outcome.plan.astype(np.int64) * batch.num_experts + outcome.expert)) < m:
+        return "two rows of one plan for the same expert"
+    if (outcome.quota < 0).any() or (
+        outcome.quota.sum(axis=1) != batch.totals[outcome.plan, outcome.expert]
+    ).any():
+        return "quota: rows that do not sum to the routes of their experts"
+    if (outcome.load != loads_of(batch, outcome.plan, outcome.expert, outcome.quota)).any():
+        return "load: not that of its quota; jax_iser.replay.batch.loads_of computes it"
+    return None
+
+
 def local_routes(batch: Batch, outcome: Outcome) -> np.ndarray:
     """`[N, P] i32`: routes that need not leave their source rank under the outcome."""
     local = batch.local_before.copy()

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jax_iser.cli import main
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "2", "--experts", "96", "--top-k", "2", "--tokens-per-rank", "64"]
 
 
@@ -133,12 +135,21 @@ def test_broadcast(capsys, tmp_path):
         (["replay", "workload:W0", "--min-group-size", "3"], 2, "not one of 1, 2, 4"),
         (["replay", "workload:W0", "--time-fit", "1"], 2, "A,B"),
         (["replay", "workload:W0", "--json", "/nowhere/x.json"], 2, "does not exist"),
-        (["replay", "workload:W0", "--experts", "32", "--ep", "5"], 1, "nothing was replayed"),
+        (["replay", "workload:W0", "--experts", "32", "--ep", "5"], 2, "nothing was replayed"),
         (["replay", "synthetic:mixed", "--experts", "32"], 2, "at least"),
         (["synth", "mixed", "--out", "x.npz"], 2, "does not start with"),
         (["synth", "workload:W0", "--out", "x.pt"], 2, "does not end in .npz"),
+        (["replay", "workload:W0", "--experts", "16", "--top-k", "20"], 2, "--top-k 20 exceeds"),
+        (
+            ["replay", "workload:W0", "--plot", "/dev/null/x"],
+            2,
+            "--plot /dev/null/x cannot be made",
+        ),
+        (["roofline", "--plot", "/dev/null/x"], 2, "--plot /dev/null/x cannot be made"),
+        (["broadcast", "--plot", "/dev/null/x"], 2, "--plot /dev/null/x cannot be made"),
         (["roofline", "--device", "a:b:c:d"], 2, "--device"),
-        (["roofline", "--model", "a:1:2"], 2, "fields"),
+        (["roofline", "--device", "a"], 2, "has 1 fields, expected 4: NAME:PFLOPS:GBPS:WEIGHT"),
+        (["roofline", "--model", "a:1:2"], 2, "has 3 fields, expected 6 or 7: NAME:WIDTH:I:K"),
         (["broadcast", "--groups", "1"], 2, "below 2"),
     ],
 )
@@ -150,10 +161,75 @@ def test_errors_are_one_line(capsys, argv, code, message):
     assert not out
 
 
-def test_a_broken_trace_is_a_failure(capsys, npz):
+def test_a_broken_trace_is_bad_input(capsys, npz):
     code, _, err = run(capsys, "replay", str(npz(topk_ids=np.zeros((2, 2)))))
-    assert code == 1
+    assert code == 2
     assert "topk_ids: found float64 of shape (2, 2); expected integers" in err
+
+
+def test_sizes_of_made_up_traces_do_not_go_with_recorded_ones(capsys, npz):
+    code, _, err = run(capsys, "replay", str(npz()), "--layers", "2", "--top-k", "2", "--ep", "2")
+    assert code == 2
+    assert "--layers, --top-k size made-up traces" in err
+    assert run(capsys, "replay", str(npz()), "--ep", "2", "--iterations", "1")[0] == 0
+
+
+def test_experts_that_a_token_names_twice_are_told(capsys, npz):
+    ids = np.tile(np.array([[0, 1], [2, 3], [-1, -1]], np.int8), (40, 1, 1))
+    code, _, err = run(capsys, "replay", str(npz(topk_ids=ids)), "--ep", "2,4")
+    assert (code, "twice" in err) == (0, False)
+    ids[5, 1] = 3
+    code, _, err = run(capsys, "replay", str(npz(topk_ids=ids)), "--ep", "2,4")
+    assert code == 0
+    assert " ".join(err.split()).count("1 of the first 40 tokens name an expert twice") == 1
+
+
+# Policies of one's own
+
+
+def replay_with(capsys, tmp_path, text):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    policies = f"none,{path}"
+    argv = ["workload:W1", *SMALL, "--ep", "4", "--iterations", "2", "--policy", policies]
+    return run(capsys, "replay", *argv, "--json", "-")
+
+
+def documented_policy():
+    text = (ROOT / "docs" / "replay.md").read_text()
+    return text.split("```python\n", 1)[1].split("```", 1)[0]
+
+
+def test_the_documented_policy_runs(capsys, tmp_path):
+    code, out, err = replay_with(capsys, tmp_path, documented_policy())
+    assert code == 0, err
+    none, mine = json.loads(out)["rows"]
+    assert mine["policy"] == "hottest"
+    assert mine["imbalance"] < none["imbalance"]
+    assert mine["remote_copies"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("return Outcome(", "return None\n        Outcome("), "plan answered NoneType, expected"),
+        (("return Outcome(", "return ...\n        Outcome("), "plan answered ellipsis, expected"),
+        (("import numpy as np", "import numpy as"), "SyntaxError: "),
+        (("import numpy as np", "import nump"), "No module named 'nump'"),
+        (("plan=plan,", "plan=plan[::-1],"), "not in ascending order"),
+        (("quota=quota,", "quota=quota[:, :2],"), "quota: int32 of shape ("),
+        (("quota=quota,", "quota=2 * quota,"), "do not sum to the routes of their experts"),
+        (("load=loads_of", "load=1 + loads_of"), "load: not that of its quota"),
+        (("routes = batch.totals", "routes = batch.loads"), "has no attribute 'loads'"),
+    ],
+)
+def test_policies_that_do_not_work_are_one_line(capsys, tmp_path, change, words):
+    text = documented_policy()
+    assert change[0] in text
+    code, out, err = replay_with(capsys, tmp_path, text.replace(*change, 1))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"policy file {tmp_path / 'mine.py'}" in err
+    assert words in err
 
 
 @pytest.mark.parametrize("command", ["replay", "synth", "roofline", "broadcast"])

@@ -57,7 +57,7 @@ def test_requests_go_round_robin_in_equal_chunks(lengths, chunk, routes, seed):
     rank = np.repeat(np.arange(len(lengths)) % 4, lengths)
     size = min(chunk, int(np.bincount(rank, minlength=4).min()))
     assert cut.tokens_per_rank == size
-    assert bool(cut.notes) == (size < chunk)
+    assert any("cannot fill" in note for note in cut.notes) == (size < chunk)
     if size:
         expected = naive_counts(ids, rank, size, 4, 8)
         assert cut.num_iterations == len(expected)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 
+from jax_iser.replay.policies import own
 from jax_iser.replay.policies.all_rank import AllRank
 from jax_iser.replay.policies.base import Policy
 from jax_iser.replay.policies.greedy import OwnerGroups
@@ -63,7 +62,7 @@ def parse_policy(text: str) -> PolicyMaker:
       PointToPoint(slots=3, copies_per_owner=2)
     """
     name, *settings = text.split(":")
-    cls = _load(name) if name.endswith(".py") else POLICIES.get(name)
+    cls = own.load(name) if name.endswith(".py") else POLICIES.get(name)
     if cls is None:
         raise ValueError(f"policy {name!r} is not one of {', '.join(POLICIES)} or a .py file")
     make = PolicyMaker(cls, settings)
@@ -82,24 +81,3 @@ def _setting(cls, kinds, setting):
         return field, kinds[field](value)
     except ValueError:
         raise ValueError(f"{cls.name}:{setting} is not of type {kinds[field].__name__}") from None
-
-
-def _load(path: str) -> type[Policy]:
-    """The one `Policy` that a user's file defines."""
-    if not Path(path).is_file():
-        raise ValueError(f"policy file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None  # the file is there and ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, Policy)
-        and value.__module__ == module.__name__
-    ]
-    if len(found) != 1:
-        raise ValueError(f"{path} defines {len(found)} Policy classes, expected one")
-    return found[0]

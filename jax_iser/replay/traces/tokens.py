@@ -43,6 +43,7 @@ class TokenTrace:
         self.num_experts, self._blocks = num_experts, blocks
         self.request_lengths = _checked_lengths(path, request_lengths, num_tokens)
         self.source_rank = source_rank
+        self._repeats: tuple[str, ...] | None = None
 
     def cut(self, num_ranks: int, tokens_per_rank: int) -> Cut:
         """Requests go round robin to the ranks; then equal chunks of `tokens_per_rank` tokens.
@@ -52,6 +53,7 @@ class TokenTrace:
         iteration of the largest chunk that it can.
         """
         rank, notes = self._ranks(num_ranks)
+        notes += self._note_repeats()
         have = np.bincount(rank, minlength=num_ranks)
         chunk = min(tokens_per_rank, int(have.min()))
         if chunk < tokens_per_rank:
@@ -62,6 +64,24 @@ class TokenTrace:
         iterations = int(have.min()) // chunk if chunk else 0
         counts = self._counts(rank, num_ranks, chunk, iterations)
         return Cut(iterations, chunk, tuple(notes), counts)
+
+    def _note_repeats(self):
+        """A note where tokens at the start of the trace name an expert twice in a layer."""
+        if self._repeats is None:
+            block = next(self._blocks(self._tokens_per_block), np.empty((0, 1, 1), np.int8))
+            ids = np.sort(block, axis=-1)
+            same = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)
+            count = int(same.any(axis=(1, 2)).sum())
+            note = (
+                f"{count} of the first {len(block)} tokens name an expert twice in a layer: "
+                "counted as two routes, as moe_layer computes them; padding is -1"
+            )
+            self._repeats = (note,) if count else ()
+        return self._repeats
+
+    @property
+    def _tokens_per_block(self):
+        return max(1, _ROUTES_PER_BLOCK // (self.num_layers * self.top_k))
 
     def _ranks(self, num_ranks):
         """`[tokens]` ranks, and notes on how they were found."""
@@ -101,7 +121,7 @@ class TokenTrace:
         # Iterations overlap in the file, because ranks advance at different speeds.
         open_counts: dict[int, np.ndarray] = {}
         ready = done = 0
-        for block in self._blocks(max(1, _ROUTES_PER_BLOCK // (self.num_layers * self.top_k))):
+        for block in self._blocks(self._tokens_per_block):
             span = slice(done, done + len(block))
             self._add(open_counts, block, iteration[span], rank[span], num_ranks)
             done += len(block)
