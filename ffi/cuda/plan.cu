@@ -21,7 +21,7 @@ __device__ inline void cluster_wait() {
 }
 
 constexpr size_t kMaxSharedBytes = 227 * 1024;
-constexpr size_t kMaxCountsCopy = 64 * 1024;
+constexpr size_t kMaxCountsCopy = 65 * 1024;
 
 // Shared memory of one CTA: on the host offsets, of which none is 0. The warps' counts are dead
 // once the plan begins.
@@ -36,7 +36,7 @@ struct Smem {
   int32_t* warp_counts;
   PlanArrays plan;
   RewriteArrays rewrite;
-  int32_t* counts_copy;  // [P, E] or null
+  int32_t* counts_copy;  // [P, copy_stride] or null
   size_t bytes;
 };
 
@@ -57,7 +57,8 @@ Smem carve(const PlanConfig& config, size_t num_packed) {
   smem.warp_counts = early.take<int32_t>(kPlanThreads / 32 * config.slots.num_experts);
   carve_plan(config, late, smem.plan);
   carve_rewrite(config, kPlanThreads / 32, late, smem.rewrite);
-  const size_t counts = static_cast<size_t>(config.slots.num_ranks) * config.slots.num_experts;
+  const size_t counts =
+      static_cast<size_t>(config.slots.num_ranks) * copy_stride(config.slots.num_experts);
   const size_t copy_bytes = sizeof(int32_t) * counts;
   if (copy_bytes <= kMaxCountsCopy && late.used + copy_bytes <= kMaxSharedBytes) {
     smem.counts_copy = late.take<int32_t>(counts);

@@ -72,6 +72,10 @@ ISER_HD inline int32_t lanes_per_pair(int32_t num_slots) {
   return num_slots <= 4 ? 8 : num_slots <= 8 ? 16 : 32;
 }
 
+// Words a rank in the copy of counts: an odd number, so that ranks' counts of an expert lie in
+// different banks.
+ISER_HD inline int32_t copy_stride(int32_t num_experts) { return num_experts | 1; }
+
 // What would take divisions, from the host.
 struct PlanSizes {
   int32_t num_home, num_levels;
@@ -84,7 +88,8 @@ struct PlanSizes {
 
 struct PlanArrays {
   PlanSizes sizes;
-  const int32_t* counts;  // [P, E], here or in the mail
+  const int32_t* counts;  // [P, E], rows of count_stride, here or in the mail
+  int32_t count_stride;
   uint64_t* hash;
   int32_t* scalars;
   int32_t* totals;            // [E]
@@ -109,6 +114,10 @@ struct PlanArrays {
   uint16_t* schedule;         // [rings, P] pair by level and first rank, or kNoPair
   uint16_t* pairs;            // [rings * P/2] first rank | second rank << 8
   uint32_t* pair_words;       // entries of a pair's broadcasts at its two ranks
+
+  __device__ int32_t count_of(int32_t rank, int32_t expert) const {
+    return counts[rank * count_stride + expert];
+  }
 };
 
 // What the host of a broadcast lacks of it.

@@ -75,7 +75,7 @@ __device__ inline int32_t quota_of(const PlanConfig& config, const PlanArrays& a
   if (b >= arrays.scalars[kCount]) return 0;
   const Hosts hosts(Row{arrays.rows[b]}, config.slots.num_ranks);
   if (!hosts.is_host(rank)) return 0;
-  return arrays.counts[rank * config.slots.num_experts + arrays.expert[b]] -
+  return arrays.count_of(rank, arrays.expert[b]) -
          lack_of(arrays, b, hosts, rank, arrays.scalars[kIsDense]);
 }
 
@@ -130,6 +130,7 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
   const int32_t warp = warp_index();
   sum_counts(config, counts, arrays, copy);
   arrays.counts = copy ? copy : counts;
+  arrays.count_stride = copy ? copy_stride(config.slots.num_experts) : config.slots.num_experts;
   __syncthreads();
   choose_candidates(config, arrays);
   __syncthreads();

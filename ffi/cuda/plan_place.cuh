@@ -11,6 +11,7 @@ template <int kBatch>
 __device__ inline void sum_counts(const PlanConfig& config, const int32_t* counts,
                                   const PlanArrays& arrays, int32_t* copy) {
   const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
+  const int32_t stride = copy_stride(experts);
   for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) {
     int32_t total = 0;
     for (int32_t first = 0; first < ranks; first += kBatch) {
@@ -22,7 +23,7 @@ __device__ inline void sum_counts(const PlanConfig& config, const int32_t* count
 #pragma unroll
       for (int32_t i = 0; i < kBatch; ++i) {
         total += value[i];
-        if (copy && first + i < ranks) copy[(first + i) * experts + e] = value[i];
+        if (copy && first + i < ranks) copy[(first + i) * stride + e] = value[i];
       }
     }
     arrays.totals[e] = total;

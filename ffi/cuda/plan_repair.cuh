@@ -27,8 +27,7 @@ __device__ inline void index_hosts(const PlanConfig& config, const PlanArrays& a
       if (is_host) {
         const int32_t entry = hosts.entry(r);
         arrays.hosted[r * limit + num_hosted + __popc(all & ((1u << lane) - 1))] = row.word;
-        arrays.lack[entry] =
-            arrays.counts[r * config.slots.num_experts + arrays.expert[b]] - arrays.lack[entry];
+        arrays.lack[entry] = arrays.count_of(r, arrays.expert[b]) - arrays.lack[entry];
         if (r == hosts.owner && hosts.contains(r)) widest = min(widest, row.level() << 16 | b);
         if (r == hosts.owner && !hosts.contains(r)) arrays.node_foreign[arrays.node[b]] = 1;
       }

@@ -183,7 +183,7 @@ __device__ inline void start_rewrite(const PlanConfig& config, const PlanArrays&
   for (int32_t s = threadIdx.x - first; s < num_slots; s += blockDim.x - first) {
     const int32_t rank = s / stride, local = s - rank * stride, e = rank * home + local;
     const bool is_home = local < home;
-    rewrite.slot_start[s] = is_home ? plan.counts[source * config.slots.num_experts + e] : 0;
+    rewrite.slot_start[s] = is_home ? plan.count_of(source, e) : 0;
     if (is_home) rewrite.home[e] = {static_cast<uint32_t>(s), 0};
   }
 }
@@ -191,7 +191,7 @@ __device__ inline void start_rewrite(const PlanConfig& config, const PlanArrays&
 // haloq::source_share for every broadcast, as running sums: one warp a broadcast.
 __device__ inline void share_out(const PlanConfig& config, const PlanArrays& plan,
                                  const RewriteArrays& rewrite, int32_t source) {
-  const int32_t ranks = config.slots.num_ranks, experts = config.slots.num_experts;
+  const int32_t ranks = config.slots.num_ranks;
   const int32_t home = plan.sizes.num_home, stride = home + config.slots.num_helper_slots;
   const int32_t lane = threadIdx.x % 32;
   const bool is_dense = plan.scalars[kIsDense];
@@ -201,12 +201,12 @@ __device__ inline void share_out(const PlanConfig& config, const PlanArrays& pla
     const int32_t home_slot = rewrite.home[expert].slot();
     const auto surplus_of = [&](int32_t r) {
       return hosts.is_host(r) ? haloq::positive(lack_of(plan, b, hosts, r, is_dense))
-                              : plan.counts[r * experts + expert];
+                              : plan.count_of(r, expert);
     };
     int32_t before = 0;
     for (int32_t r = lane; r < source; r += 32) before += surplus_of(r);
     before = __reduce_add_sync(kFullWarp, before);
-    const int32_t own = surplus_of(source), kept = plan.counts[source * experts + expert] - own;
+    const int32_t own = surplus_of(source), kept = plan.count_of(source, expert) - own;
     const int32_t first_run = hosts.start + b, own_slot = source * stride + home + helper;
     int32_t carry = 0, num_runs = kept > 0;
     if (lane == 0) {

@@ -83,7 +83,7 @@ __device__ inline int32_t room_of_colder(int32_t room, int32_t begin, int32_t si
 __device__ inline void place_on_warp(const PlanConfig& config, const PlanArrays& arrays,
                                      RankMasks<uint64_t>& masks) {
   const int32_t lane = threadIdx.x % 32, ranks = config.slots.num_ranks;
-  const int32_t experts = config.slots.num_experts, limit = config.slots.num_helper_slots;
+  const int32_t limit = config.slots.num_helper_slots;
   const int32_t exports = min(limit, arrays.sizes.num_home), levels = arrays.sizes.num_levels;
   const bool is_rank = lane < ranks;
   const int32_t load = is_rank ? arrays.load_before[lane] : 0;
@@ -118,7 +118,7 @@ __device__ inline void place_on_warp(const PlanConfig& config, const PlanArrays&
     const int32_t moving_total = __shfl_sync(kFullWarp, total, owner);
     const int32_t moving = __shfl_sync(kFullWarp, expert, owner);
     const int32_t amount = min(static_cast<int32_t>(hot >> 5), moving_total);
-    const int32_t own_count = is_rank ? arrays.counts[lane * experts + moving] : 0;
+    const int32_t own_count = is_rank ? arrays.count_of(lane, moving) : 0;
     if (amount == 0) {
       is_active = is_active && lane != owner;
       continue;
