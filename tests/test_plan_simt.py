@@ -46,7 +46,7 @@ def run(root: pathlib.Path, out: pathlib.Path, cases: int) -> subprocess.Complet
 def test_plan_equals_the_core(tmp_path):
     result = run(ROOT, tmp_path / "plan", 9)
     assert result.returncode == 0, result.stdout
-    assert "10 passed, 0 failed" in result.stdout
+    assert "14 passed, 0 failed" in result.stdout
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -14,6 +14,15 @@ __device__ inline int32_t warp_index() {
   return __shfl_sync(kFullWarp, static_cast<int32_t>(threadIdx.x / 32), 0);
 }
 
+// Barrier of some of the CTA's threads, whole warps: the others do something else meanwhile.
+__device__ inline void named_barrier(int32_t num_threads) {
+#if defined(ISER_SIMT)
+  simt::named_barrier(num_threads);
+#else
+  asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory");
+#endif
+}
+
 // A broadcast in one word: where its entries start, its group and its owner. Its hosts are its
 // entries, in rank order.
 struct Row {
@@ -48,6 +57,12 @@ struct Hosts {
     if (owner < begin) return index == 0 ? owner : begin + index - 1;
     return begin + index < end ? begin + index : owner;
   }
+};
+
+// A broadcast as one warp leaves it: `row` has the group's index over all levels for a start.
+struct alignas(8) PlacedRow {
+  uint32_t row;
+  int32_t expert;
 };
 
 enum Scalar {
@@ -98,7 +113,8 @@ struct PlanArrays {
   int32_t* candidate_expert;  // [P, S]
   int32_t* candidate_total;   // [P, S]
   int32_t* num_hosted;        // [P]
-  uint32_t* hosted;           // [P, 2*S] rows that the rank hosts, in placement order
+  uint32_t* hosted;           // [P, 2*S] rows that the rank hosts, in placement order. Of dense
+                              // plans PlacedRow [B]
   uint32_t* hosts;            // [B/32, P] the same as bits
   uint32_t* rows;             // [B]
   int32_t* expert;            // [B]
@@ -118,6 +134,7 @@ struct PlanArrays {
   __device__ int32_t count_of(int32_t rank, int32_t expert) const {
     return counts[rank * count_stride + expert];
   }
+  __device__ PlacedRow* placed() const { return reinterpret_cast<PlacedRow*>(hosted); }
 };
 
 // What the host of a broadcast lacks of it.

@@ -155,6 +155,8 @@ __device__ void derive(const PlanConfig& config, const int32_t* counts, PlanArra
   } else if (warp == 0) {
     repair_on_warp(config, arrays, masks);
   } else {
+    finish_rows(config, arrays, 32);
+    named_barrier(blockDim.x - 32);
     use_rows(32);
   }
   __syncthreads();

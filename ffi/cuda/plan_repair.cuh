@@ -142,11 +142,7 @@ __device__ inline void repair_barrier(int32_t num_warps) {
   if (num_warps == 1) {
     __syncwarp();
   } else {
-#if defined(ISER_SIMT)
-    simt::named_barrier(num_warps * 32);
-#else
-    asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
-#endif
+    named_barrier(num_warps * 32);
   }
 }
 

@@ -422,8 +422,10 @@ int main(int argc, char** argv) {
   }
   CHECK_CUDA(cudaSetDevice(0));
   test_refusals();
-  for (int32_t ranks : {2, 4, 8, 16, 24, 33, 72}) test_counts(ranks, is_small ? 6 : 1000);
-  for (int32_t ranks : {1, 2, 4, 8, 16, 24, 33, 72}) test_op(ranks, is_small ? 1 : 40, 1, {0});
+  for (int32_t ranks : {2, 4, 8, 16, 17, 24, 31, 32, 33, 72}) {
+    test_counts(ranks, is_small ? 6 : 1000);
+  }
+  for (int32_t ranks : {1, 2, 4, 8, 16, 24, 32, 33, 72}) test_op(ranks, is_small ? 1 : 40, 1, {0});
   if (!is_small) {
     for (int32_t ranks : {2, 8, 24}) test_op(ranks, 20, 2, {0, 0});
     test_absent_device();

@@ -120,7 +120,7 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
 int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 10, seed = argc > 2 ? std::atoi(argv[2]) : 1;
   int passed = 0, failed = 0;
-  for (int32_t ranks : {1, 2, 3, 4, 8, 16, 24, 32, 33, 72}) {
+  for (int32_t ranks : {1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 31, 32, 33, 72}) {
     std::mt19937 rng(seed * 1000 + ranks);
     std::string first;
     int bad = 0;

@@ -171,6 +171,12 @@ T __reduce_add_sync(unsigned, T value) {
   for (int i = 0; i < 32; ++i) sum += static_cast<uint32_t>(all[i]);
   return static_cast<T>(sum);
 }
+inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
+  const uint64_t* all = simt::exchange(value);
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(all[i]);
+  return bits;
+}
 template <typename T>
 T __reduce_max_sync(unsigned, T value) {
   const uint64_t* all = simt::exchange(static_cast<uint32_t>(value));
