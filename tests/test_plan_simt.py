@@ -27,6 +27,16 @@ FAULTS = {
         "step < 2 * levels &&",
         "step < levels &&",
     ),
+    "one pass of quota repair on a warp": (
+        "plan_waves.cuh",
+        "if (left == 0) break;",
+        "break;",
+    ),
+    "a pair whose second rank comes first": (
+        "plan_waves.cuh",
+        "index < rings / 2",
+        "index >= rings / 2",
+    ),
     "a missing barrier": (
         "plan_derive.cuh",
         "    index_hosts(config, arrays);\n    __syncthreads();\n",

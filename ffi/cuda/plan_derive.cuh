@@ -5,6 +5,7 @@
 #include "ffi/cuda/plan_place.cuh"
 #include "ffi/cuda/plan_repair.cuh"
 #include "ffi/cuda/plan_warp.cuh"
+#include "ffi/cuda/plan_waves.cuh"
 
 namespace iser::cuda {
 
