@@ -111,6 +111,14 @@ class MoE(nnx.Module):
       reference_scheme: `scheme` of `jax_iser.reference.fused_moe.fused_moe`.
       rngs: `nnx.Rngs` with a `params` stream.
 
+    Attributes:
+      router: `[E, D] f32`.
+      gate, up: `[E, I, D]`, as Hugging Face's `*_proj.weight`; FP8 planes `[E, bytes] u8`.
+      down: `[E, D, I]`, likewise. `load_hf` reads all of them; `x @ w[e]` weights `[E, D, I]` have
+        to be transposed.
+      routed_bias: `[E] f32`, or None.
+      shared_gate, shared_up, shared_down: `[I, D]`, `[I, D]`, `[D, I]` of all shared experts.
+
     Under `nnx.capture(..., nnx.Intermediate)` each call records `plan_telemetry`'s arrays, the
     `plan` and `topk_ids`; without it a call changes nothing and costs nothing more.
 
