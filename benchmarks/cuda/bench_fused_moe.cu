@@ -291,7 +291,7 @@ void bench_share(WeightFormat format) {
       continue;
     }
     for (double exponent : {0.0, 0.4}) {
-      for (int32_t tokens : {512, 2048, 8192}) {
+      for (int32_t tokens : {512, 2048, 8192, 16384}) {
         const int32_t experts = model.experts / 8;
         MoeProblem p{{1, experts, 0},
                      std::min(model.top_k, experts),

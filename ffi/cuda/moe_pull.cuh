@@ -24,17 +24,23 @@ __device__ inline void copy_row(uint4* to, const uint4* from, int32_t num_words)
   for (; i < num_words; i += 32) to[i] = __ldcg(from + i);
 }
 
-// Two rows at once, so that as many loads of short ones are under way.
+// Two rows at once, so that as many loads of short ones are under way: kAhead words of either.
+template <int kAhead>
 __device__ inline void copy_rows(uint4* to, const uint4* from, uint4* other_to,
                                  const uint4* other_from, int32_t num_words) {
   int32_t i = threadIdx.x % 32;
-  for (; i + 32 < num_words; i += 64) {
-    const uint4 a = __ldcg(from + i), b = __ldcg(other_from + i);
-    const uint4 c = __ldcg(from + i + 32), d = __ldcg(other_from + i + 32);
-    to[i] = a;
-    other_to[i] = b;
-    to[i + 32] = c;
-    other_to[i + 32] = d;
+  for (; i + 32 * (kAhead - 1) < num_words; i += 32 * kAhead) {
+    uint4 words[kAhead], others[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      words[k] = __ldcg(from + i + 32 * k);
+      others[k] = __ldcg(other_from + i + 32 * k);
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      to[i + 32 * k] = words[k];
+      other_to[i + 32 * k] = others[k];
+    }
   }
   for (; i < num_words; i += 32) {
     const uint4 a = __ldcg(from + i), b = __ldcg(other_from + i);
@@ -103,8 +109,9 @@ __device__ inline void pull(const MoeContext& context, int32_t row, const Pulled
     copy_row(to, reinterpret_cast<const uint4*>(from), words);
   } else {
     const uint8_t* other = token(next->source);
-    copy_rows(to, reinterpret_cast<const uint4*>(from), to + words,
-              reinterpret_cast<const uint4*>(other), words);
+    // Beside bf16's accumulators more would be spilled by those who multiply.
+    copy_rows<kIsFp8 ? 4 : 2>(to, reinterpret_cast<const uint4*>(from), to + words,
+                              reinterpret_cast<const uint4*>(other), words);
     if (kIsFp8) copy_scales(workspace, held + 1, other + fp8::plane_values(1, sizes.hidden));
   }
   if (kIsFp8) copy_scales(workspace, held, from + fp8::plane_values(1, sizes.hidden));

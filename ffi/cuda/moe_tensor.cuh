@@ -42,12 +42,24 @@ __device__ inline void publish_tiles(const MoeContext& context, TensorShared<Til
   }
 }
 
+// Rows of the tiles that a rank's CTAs take first.
+__device__ inline int32_t first_rows(const MoeContext& context, int32_t num_ctas) {
+  const RankTables tables = context.tables();
+  const int32_t items = num_ctas / context.call.sizes.cluster_size;
+  int32_t rows = 0;
+  for (int32_t i = 0; i < tables.head->num_segments; ++i) {
+    const Segment segment = tables.segments[i];
+    if (segment.first_item >= items) break;
+    rows = at_least(rows, segment.row + segment.num_rows);
+  }
+  return rows;
+}
+
 // While nothing has been pulled yet those who multiply have nothing to do: they pull the rows of
 // the first tiles. With one wave no row waits for a tile, so they may pull.
 template <bool kIsFp8>
 __device__ inline void help_to_pull(const MoeContext& context, int32_t num_ctas) {
-  if (!context.has_one_wave()) return;
-  pull_rows<kIsFp8>(context, at_least(context.tables().segments[0].num_rows, num_ctas * kMmaWarps));
+  if (context.has_one_wave()) pull_rows<kIsFp8>(context, first_rows(context, num_ctas));
 }
 
 // Whether this CTA is to work: all of a cluster, or none.
