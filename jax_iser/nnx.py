@@ -235,14 +235,15 @@ class MoE(nnx.Module):
                 'jax_iser.nnx.attach(model, domain), or use method="reference"'
             )
         layer = jnp.int32(self.layer if layer is None else layer)
-        dtype = x.dtype if self.dtype is None else jnp.dtype(self.dtype)
+        given = jax.dtypes.canonicalize_dtype(x.dtype)  # NumPy's f64 is f32 in jax
+        dtype = given if self.dtype is None else jnp.dtype(self.dtype)
         self._check_call(x, dtype, domain)
         tokens = x.astype(dtype).reshape(-1, self.hidden_size)
         y, plan, topk_ids = _run(
             _Settings.of(self, forced_routing), tokens, *self._weights(dtype), domain, layer
         )
         self._sow(plan, topk_ids, dtype)
-        return y.reshape(x.shape).astype(x.dtype)
+        return y.reshape(x.shape).astype(given)
 
     def _check_call(self, x, dtype, domain):
         if domain is not None:

@@ -210,6 +210,7 @@ def test_inputs_that_do_not_fit(domain):
     words = r"x has shape \(94, 16\): the number of tokens, 94, .* 4 ranks .* pad x to 96 tokens"
     refused(ValueError, words, call, inputs(94))
     refused(ValueError, r"\(16,\): the number of tokens, 1, .* to 4 tokens", call, inputs()[0])
+    assert_same_bits(call(inputs().astype(np.float64)), call(inputs()))
     refused(ValueError, r"x has shape \(\), expected \[\.\.\., 16\]", call, jnp.float32(3))
     with make_domain(make_mesh(2), ranks_per_device=2) as own:
         moe = make_moe(own.mesh)
