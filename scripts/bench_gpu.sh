@@ -66,7 +66,7 @@ bench_nccl() {
 }
 
 bench_fused_moe() {
-  lines fused_moe 120 "$bin/bench_fused_moe" --gpus "$gpus"
+  lines fused_moe 300 "$bin/bench_fused_moe" --gpus "$gpus"
   document fused_moe "bench_fused_moe --gpus $gpus" "$raw/fused_moe.jsonl"
 }
 
