@@ -170,7 +170,7 @@ def test_bad_csv_is_one_clear_line(tmp_path, capsys, content):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("1,2\n3\n", "line 2 has 1 numbers, the first 2; a line is a rank"),
+        ("1,2\n3\n", "line 2: found 1 numbers, expected 2 as in the first; a line is a rank"),
         ("#e0,e1\n1.5,2\n", "line 2: invalid literal for int() with base 10: '1.5'"),
         (f"{2**70},2\n", "does not hold integers: Python int too large"),
     ],

@@ -96,7 +96,7 @@ def _fields(text, option, form, counts, kinds):
     parts = text.split(":")
     if len(parts) not in counts or not parts[0]:
         wanted = " or ".join(map(str, counts))
-        raise UsageError(f"{option} {text!r} has {len(parts)} fields, expected {wanted}: {form}")
+        raise UsageError(f"{option} {text!r}: found {len(parts)} fields, expected {wanted}: {form}")
     try:
         values = [kind(part) for kind, part in zip(kinds, parts[1:], strict=False)]
     except ValueError as error:

@@ -148,8 +148,8 @@ def test_broadcast(capsys, tmp_path):
         (["roofline", "--plot", "/dev/null/x"], 2, "--plot /dev/null/x cannot be made"),
         (["broadcast", "--plot", "/dev/null/x"], 2, "--plot /dev/null/x cannot be made"),
         (["roofline", "--device", "a:b:c:d"], 2, "--device"),
-        (["roofline", "--device", "a"], 2, "has 1 fields, expected 4: NAME:PFLOPS:GBPS:WEIGHT"),
-        (["roofline", "--model", "a:1:2"], 2, "has 3 fields, expected 6 or 7: NAME:WIDTH:I:K"),
+        (["roofline", "--device", "a"], 2, "found 1 fields, expected 4: NAME:PFLOPS:GBPS:WEIGHT"),
+        (["roofline", "--model", "a:1:2"], 2, "found 3 fields, expected 6 or 7: NAME:WIDTH:I:K"),
         (["broadcast", "--groups", "1"], 2, "below 2"),
     ],
 )
