@@ -148,8 +148,8 @@ def _read_csv(path: str) -> np.ndarray:
             raise ValueError(f"line {line_number}: {error}") from None
         if len(rows[-1]) != len(rows[0]):
             raise ValueError(
-                f"line {line_number}: found {len(rows[-1])} numbers, expected {len(rows[0])} as in the "
-                "first; a line is a rank"
+                f"line {line_number}: found {len(rows[-1])} numbers, expected {len(rows[0])} as in "
+                "the first; a line is a rank"
             )
     return np.array(rows, np.int64, ndmin=2)
 
