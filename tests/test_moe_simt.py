@@ -66,6 +66,24 @@ FAULTS = {
         "if (context.is_extra() && !has_come(context.table, Stage::kReady)) {",
         "if (false) {",
     ),
+    "extra CTAs that pull rows of later waves": (
+        "extra CTAs:",
+        "moe_context.cuh",
+        "may_pull() const { return !is_extra() || has_one_wave(); }",
+        "may_pull() const { return true; }",
+    ),
+    "extra CTAs that do nothing": (
+        "extra CTAs:",
+        "moe_context.cuh",
+        "return !is_extra() || call.launch.options.num_sms == 0 || ",
+        "return !is_extra() || ",
+    ),
+    "extra CTAs outside a budget": (
+        "extra CTAs:",
+        "moe_context.cuh",
+        "call.launch.options.num_sms == 0 ||",
+        "true ||",
+    ),
     "the wrong next columns of K": (
         "first: tensor",
         "moe_mma.cuh",
@@ -159,7 +177,7 @@ def objects(tmp_path_factory):
 def run(program: pathlib.Path, case: str) -> subprocess.CompletedProcess:
     command = [program, "--small", "--only", case]
     # Elsewhere there are SMs for all CTAs.
-    env = os.environ | ({"ISER_SIMT_SMS": "4"} if case.startswith("extra") else {})
+    env = os.environ | ({"ISER_SIMT_SMS": "8"} if case.startswith("extra") else {})
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
 
 

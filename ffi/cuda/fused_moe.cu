@@ -308,7 +308,8 @@ cudaError_t launch_fused(const FusedLaunch& launch, cudaStream_t stream) {
   const size_t words = launch.ranks_per_device * call.row_bytes() * launch.num_tokens / kWordBytes;
   const int32_t copy_ctas = at_most(words / (8 * kBeginThreads) + 1, 4 * device_sms());
   begin_kernel<<<copy_ctas, kBeginThreads, 0, stream>>>(call);
-  const size_t segments = sizeof(Segment) * call.layout.limits.segments;
+  const size_t segments =
+      sizeof(Segment) * call.layout.limits.num_segments(call.sizes.chunk_blocks);
   const bool is_shared = segments <= kMaxSharedSegments;
   const bool has_maps = is_tensor && launch.shape.slots.num_helper_slots > 0;
   schedule_kernel<<<launch.ranks_per_device, kScheduleThreads, is_shared ? segments : 0, stream>>>(

@@ -32,15 +32,16 @@ enum class MoeStamp : int32_t {
   kWaitReady = 8,  // for READY
   kGemmInner = 9,  // clocks in tiles of GEMM 1, by one warp a CTA
   kGemmHidden = 10,
-  kIdle = 11,  // clocks without a tile
-  kNumStamps = 12,
+  kIdle = 11,        // clocks without a tile
+  kExtraTiles = 12,  // tiles of extra CTAs
+  kNumStamps = 13,
 };
 
 struct FusedOptions {
   MoeEngine engine = MoeEngine::kAuto;
-  int32_t num_sms = 0;       // CTAs of the expert kernel; 0: the device's SMs but copy_sms
-  int32_t copy_sms = 8;      // SMs of the copy, which the expert kernel may use once READY has come
-  int32_t tile_rows = 0;     // of a tile, 64, 128 or (bf16) 256; 0: by the mean rows of an expert
+  int32_t num_sms = 0;    // CTAs of the expert kernel that wait for READY; 0: all SMs but copy_sms
+  int32_t copy_sms = 8;   // CTAs more that do not; with num_sms, none before READY has come
+  int32_t tile_rows = 0;  // of a tile, 64, 128 or (bf16) 256; 0: by the mean rows of an expert
   int32_t cluster_size = 0;  // CTAs that share the rows they load, 1 or 2; 0: 2 if little is lost
 };
 

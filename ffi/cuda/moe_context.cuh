@@ -134,10 +134,10 @@ __device__ inline void stamp_ns(const MoeCall& call, MoeStamp stamp) {
   }
 }
 
-__device__ inline void stamp_clocks(const MoeCall& call, MoeStamp stamp, uint32_t clocks) {
+__device__ inline void add_to_stamp(const MoeCall& call, MoeStamp stamp, uint32_t count) {
   if (call.launch.stamps == nullptr) return;
   atomicAdd(reinterpret_cast<unsigned long long*>(call.launch.stamps) + static_cast<int32_t>(stamp),
-            static_cast<unsigned long long>(clocks));
+            static_cast<unsigned long long>(count));
 }
 
 // Hands out the numbers of a rank's tiles, and finds what a number stands for. One warp.
@@ -212,14 +212,14 @@ struct TileGate {
     bool ok = is_inner ? wait_count(context, counters.rows_done + tile.block, tile.num_rows)
                        : wait_count(context, counters.inner_done + tile.block,
                                     context.call.sizes.inner_tiles());
-    stamp_clocks(context.call, is_inner ? MoeStamp::kWaitRows : MoeStamp::kWaitInner,
+    add_to_stamp(context.call, is_inner ? MoeStamp::kWaitRows : MoeStamp::kWaitInner,
                  clocks_now() - begin);
     if (ok && !is_ready && context.call.is_helper(tile.slot)) {
       begin = clocks_now();
       ok = is_ready =
           wait(context.table, Stage::kReady, context.rank(), context.generation(), context.layer());
       note_ready(context.table);
-      stamp_clocks(context.call, MoeStamp::kWaitReady, clocks_now() - begin);
+      add_to_stamp(context.call, MoeStamp::kWaitReady, clocks_now() - begin);
     }
     return ok;
   }
@@ -231,6 +231,7 @@ __device__ inline void publish_tile(const MoeContext& context, const Tile& tile)
   const int32_t lane = threadIdx.x % 32, ranks = context.call.sizes.slots.num_ranks;
   const RankCounters counters = context.counters();
   if (tile.column >= context.call.sizes.column_tiles(tile.gemm)) return;
+  if (lane == 0 && context.is_extra()) add_to_stamp(context.call, MoeStamp::kExtraTiles, 1);
   if (tile.gemm == Gemm::kInner) {
     fence_async_proxy();  // TMA reads h
     if (lane == 0) add_release_gpu(counters.inner_done + tile.block, 1);

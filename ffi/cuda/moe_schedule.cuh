@@ -128,8 +128,9 @@ struct ScheduleLimits {
     waves = at_least(waves, 1);
     groups = sizes.slots.stride() + waves;
     blocks = static_cast<int32_t>(rows / sizes.tile.rows) + groups;
-    segments = 2 * (blocks / kLeastChunk + groups);
+    segments = num_segments(kLeastChunk);
   }
+  ISER_HD int32_t num_segments(int32_t chunk) const { return 2 * (blocks / chunk + groups); }
 };
 
 // The run of rows (local slot, source) that `row` lies in, given where each begins.

@@ -108,7 +108,7 @@ class TileConsumer {
   }
   __device__ void stamp_since(MoeStamp stamp) const {
     const uint32_t now = clocks_now();
-    stamp_clocks(context_.call, stamp, now - shared_.since);
+    add_to_stamp(context_.call, stamp, now - shared_.since);
     shared_.since = now;
   }
 };

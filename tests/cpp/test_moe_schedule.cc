@@ -65,7 +65,8 @@ void check(const Case& c) {
   const ScheduleHead head = build_schedule(sizes, slot_first.data(), c.lag, segments.data(),
                                            first_block.data(), wave_tiles.data());
   c.expect(head.num_rows == c.run_first.back(), "rows", head.num_rows);
-  c.expect(head.num_segments <= limits.segments, "segments", head.num_segments);
+  const int32_t most = limits.num_segments(sizes.chunk_blocks);
+  c.expect(head.num_segments <= most && most <= limits.segments, "segments", head.num_segments);
   c.expect(wave_tiles.back() == -77 && first_block.back() == -77, "limits", 0);
 
   // What has come before an item: rows of each wave's tiles, by block.

@@ -23,7 +23,7 @@ constexpr uint32_t kDomainId = 7, kProcessMark = 77;
 constexpr int32_t kNumBanks = 2;
 constexpr uint64_t kLaunchNs = 400'000;      // in which the host launches what is timed
 constexpr size_t kTailGuard = 256;           // bytes behind y and the workspace
-constexpr size_t kWholeSmBytes = 200 << 10;  // shared memory beside which no CTA of experts fits
+constexpr size_t kWholeSmBytes = 200 << 10;  // shared memory beside which no CTA of tensor fits
 
 // Spins, then marks READY for the device's ranks.
 static __global__ void ready_kernel(const DeviceTable* table, uint32_t generation, uint64_t ns) {

@@ -42,9 +42,20 @@ inline PlanConfig random_config(std::mt19937& rng, int32_t ranks) {
   return config;
 }
 
+// Under which W10 takes more broadcasts than a word has bits, or than two have.
+inline PlanConfig crowded_config(std::mt19937& rng, int32_t ranks) {
+  PlanConfig config{};
+  config.slots.num_ranks = ranks;
+  config.slots.num_experts = ranks * std::min(1024 / ranks, 16 + static_cast<int32_t>(rng() % 33));
+  config.slots.num_helper_slots = pick(rng, {4, 8, 16});
+  config.min_group_size = pick(rng, {1, 2, 4});
+  config.copy_rule = static_cast<CopyRule>(rng() % 3);
+  return config;
+}
+
 // Weights [P, E] of a workload: W0 balanced, W1 hot experts, W2 hot rank, W3 spread hot, W4 ragged
 // sources, W5 a zero expert and a zero rank, W6 a hotspot that rotates, W7 a burst; W9 a source
-// that sends all to one expert, its own, so that they go to many hosts.
+// that sends all to one expert, its own, so that they go to many hosts; W10 every second rank hot.
 inline std::vector<double> workload(std::mt19937& rng, int kind, int32_t ranks, int32_t experts) {
   std::vector<double> weight(static_cast<size_t>(ranks) * experts, 1.0);
   const int32_t home = experts / ranks, at = rng() % ranks, step = rng() % experts;
@@ -78,6 +89,9 @@ inline std::vector<double> workload(std::mt19937& rng, int kind, int32_t ranks, 
           break;
         case 9:
           w = s != at ? 1 : e == at * home;
+          break;
+        case 10:
+          w = e / home % 2 == 0 ? 10 : 1;
           break;
         default:
           break;

@@ -23,8 +23,9 @@ struct NoStamps {
   void mark(PlanStamp) const {}
 };
 
-std::string check(std::mt19937& rng, int kind, int32_t ranks) {
-  const PlanConfig config = random_config(rng, ranks);
+std::string check(std::mt19937& rng, int kind, const PlanConfig& config,
+                  int32_t* most_broadcasts = nullptr) {
+  const int32_t ranks = config.slots.num_ranks;
   const int32_t experts = config.slots.num_experts, rows = config.max_broadcasts();
   const size_t routes = rng() % 400;
   const auto ids = draw_ids(rng, kind, config, routes);
@@ -32,6 +33,7 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
   const std::vector<int32_t> table = random_table(rng, config, counts);
   const int32_t* resident = rng() % 4 ? nullptr : table.data();
   const CorePlan want(config, counts, resident);
+  if (most_broadcasts != nullptr) *most_broadcasts = want.num_broadcasts;
 
   Carver sizes{nullptr, 0};
   PlanArrays plan{};
@@ -115,6 +117,21 @@ std::string check(std::mt19937& rng, int kind, int32_t ranks) {
   return why.empty() ? "" : describe(config) + ", source " + std::to_string(source) + ": " + why;
 }
 
+// More broadcasts than the warp's masks have bits in their first half, and than it takes at all.
+std::string check_crowded(int seed) {
+  std::mt19937 rng(seed);
+  int32_t above_32 = 0, above_64 = 0;
+  for (int i = 0; i < 24; ++i) {
+    int32_t broadcasts = 0;
+    const std::string why =
+        check(rng, 10, crowded_config(rng, pick(rng, {16, 24, 32})), &broadcasts);
+    if (!why.empty()) return why;
+    above_32 += broadcasts > 32 && broadcasts <= 64;
+    above_64 += broadcasts > 64;
+  }
+  return above_32 > 3 && above_64 > 3 ? "" : "few plans are so";
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -125,7 +142,7 @@ int main(int argc, char** argv) {
     std::string first;
     int bad = 0;
     for (int i = 0; i < cases; ++i) {
-      const std::string why = check(rng, (i + ranks) % 10, ranks);
+      const std::string why = check(rng, (i + ranks) % 10, random_config(rng, ranks));
       if (!why.empty() && bad++ == 0) first = "case " + std::to_string(i) + " (" + why + ")";
     }
     (bad == 0 ? passed : failed)++;
@@ -133,6 +150,10 @@ int main(int argc, char** argv) {
                 bad == 0 ? "" : ": first ", first.c_str());
     std::fflush(stdout);
   }
+  const std::string why = check_crowded(seed);
+  (why.empty() ? passed : failed)++;
+  std::printf("%s plans of more than 32 and 64 broadcasts%s%s\n", why.empty() ? "ok  " : "FAIL",
+              why.empty() ? "" : ": ", why.c_str());
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;
 }

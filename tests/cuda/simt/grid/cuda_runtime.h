@@ -417,7 +417,8 @@ struct Launch {
       cta = nullptr;
     };
     std::vector<std::thread> workers;
-    for (unsigned i = 0; i < std::min(total, kResidentCtas); ++i) workers.emplace_back(worker, i);
+    const unsigned resident = std::max(kResidentCtas, num_sms());
+    for (unsigned i = 0; i < std::min(total, resident); ++i) workers.emplace_back(worker, i);
     for (std::thread& thread : workers) thread.join();
   }
 
