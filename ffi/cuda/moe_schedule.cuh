@@ -195,6 +195,24 @@ struct ScheduleBuilder {
     return (rows + sizes.tile.rows - 1) >> tile_shift;
   }
 
+  // Products of h, in chunks of blocks that are as large as each other.
+  ISER_HD void emit_inner(int32_t slot, int32_t wave, int32_t row, int32_t rows, int32_t block,
+                          int32_t blocks) {
+    if (blocks <= sizes.chunk_blocks) {  // mostly: and divisions are slow
+      emit(Gemm::kInner, slot, wave, row, rows, block, blocks);
+      emit_due(lag);
+      return;
+    }
+    const int32_t chunk = ceil_div(blocks, ceil_div(blocks, sizes.chunk_blocks));
+    const RowSplit split(rows, blocks);
+    for (int32_t first = 0; first < blocks; first += chunk) {
+      const int32_t next = at_most(first + chunk, blocks);
+      const int32_t begin = split.first(first), end = at_most(split.first(next), rows);
+      emit(Gemm::kInner, slot, wave, row + begin, end - begin, block + first, next - first);
+      emit_due(lag);
+    }
+  }
+
   ISER_HD void emit(Gemm gemm, int32_t slot, int32_t wave, int32_t row, int32_t rows, int32_t block,
                     int32_t blocks) {
     segments[num_segments++] = {num_items, gemm, slot, wave, row, rows, block, blocks};
@@ -239,15 +257,7 @@ ISER_HD inline ScheduleHead build_schedule(const MoeSizes& sizes, const int32_t*
           end - wave * sizes.wave_rows < sizes.wave_rows ? end : (wave + 1) * sizes.wave_rows;
       first_block[wave + slot] = block;
       const int32_t rows = stop - row, blocks = builder.num_blocks(rows);
-      const int32_t chunk = ceil_div(blocks, ceil_div(blocks, sizes.chunk_blocks));
-      const RowSplit split(rows, blocks);
-      for (int32_t first = 0; first < blocks; first += chunk) {
-        const int32_t next = at_most(first + chunk, blocks);
-        const int32_t begin = split.first(first);
-        builder.emit(Gemm::kInner, slot, wave, row + begin,
-                     at_most(split.first(next), rows) - begin, block + first, next - first);
-        builder.emit_due(lag);
-      }
+      builder.emit_inner(slot, wave, row, rows, block, blocks);
       row = stop;
       block += blocks;
     }

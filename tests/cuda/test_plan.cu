@@ -100,7 +100,8 @@ void test_counts(int32_t ranks, int32_t cases) {
     }
   }
   if (bad > 0) first_bad = std::to_string(bad) + " differ; first " + first_bad;
-  const bool is_crowded = ranks >= 16 && cases >= 500;
+  // Groups of an odd number of ranks are all of them: a broadcast takes a slot of every rank.
+  const bool is_crowded = ranks >= 16 && ranks % 8 == 0 && cases >= 500;
   if (bad == 0 && is_crowded && (above_32 == 0 || above_64 == 0)) first_bad = "none are crowded";
   report("counts P=" + std::to_string(ranks) + ", " + std::to_string(cases) + " cases, " +
              std::to_string(broadcasts_seen) + " broadcasts, above 32 in " +
