@@ -367,6 +367,7 @@ class MoeWorld {
   void fill_inputs(MoeDevice& device) const {
     const size_t home = shape.slots.num_home(), plane = shape.plane_bytes();
     const int32_t layers = problem.is_stacked ? problem.num_layers : 1;
+    for (DeviceArray<uint8_t>& weights : device.weights) weights.fill(0);  // padding of planes
     std::vector<float> weights;
     std::vector<int32_t> ids;
     for (int32_t v = 0; v < num_local; ++v) {

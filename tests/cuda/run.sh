@@ -79,8 +79,7 @@ sanitize() {
   local -a options
   "$sanitizer" --version | tail -n 1
   for tool in memcheck racecheck initcheck synccheck; do
-    # The tensor engine has 20 mbarriers a CTA; what libraries have is not counted otherwise.
-    options=(--tool "$tool" --error-exitcode 9 --num-cuda-barriers 64)
+    options=(--tool "$tool" --error-exitcode 9)
     check "planted_$tool" caught "$sanitizer" "${options[@]}" $plant "$tool" || failed=1
     if [[ $tool == racecheck ]]; then
       check "planted_ring" caught "$sanitizer" "${options[@]}" $plant ring || failed=1
