@@ -59,7 +59,7 @@ def draw_rates(axis, baselines: list[dict]) -> None:
     axis.axvline(dense, color="0.5", linestyle=":")
     axis.set(xlabel=f"TFLOP/s, bf16 (dotted: best dense, {dense:.0f})", xlim=(0, 900))
     axis.set_title("Whole layer, one rank's share of DeepSeek-V4-Pro\n48 experts, 49,152 rows")
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(framealpha=1, edgecolor="none", fontsize=8, loc="lower right")
 
 
 def main() -> None:
