@@ -78,6 +78,12 @@ FAULTS = {
         "return !is_extra() || call.launch.options.num_sms == 0 || ",
         "return !is_extra() || ",
     ),
+    "a budget that leaves the copy nothing": (
+        "extra CTAs:",
+        "fused_moe.cu",
+        "const int32_t budget = at_most(wanted, waiting);",
+        "const int32_t budget = wanted;",
+    ),
     "extra CTAs outside a budget": (
         "extra CTAs:",
         "moe_context.cuh",

@@ -99,8 +99,11 @@ MoeCall moe_call(const FusedLaunch& launch) {
                              launch.max_routes_per_rank, launch.dtype, launch.options);
   const FusedOptions& options = launch.options;
   const int32_t sms = device_sms(), ranks = launch.ranks_per_device;
-  const int32_t budget = options.num_sms > 0 ? options.num_sms : sms - options.copy_sms;
-  const int32_t most = options.num_sms > 0 ? budget + options.copy_sms : sms;
+  // Those who wait for READY leave an SM to the copy, whatever the budget.
+  const int32_t waiting = launch.shape.slots.num_helper_slots > 0 ? sms - 1 : sms;
+  const int32_t wanted = options.num_sms > 0 ? options.num_sms : sms - options.copy_sms;
+  const int32_t budget = at_most(wanted, waiting);
+  const int32_t most = options.num_sms > 0 ? wanted + options.copy_sms : sms;
   const int32_t ctas = at_least(budget / ranks, 1);
   if (fused_engine(launch.shape, launch.dtype, options) == MoeEngine::kTensor) {
     sizes.cluster_size = choose_cluster(sizes, options, ctas);

@@ -209,11 +209,13 @@ void test_extra_ctas() {
   run.is_balanced = true;
   run.late_ready_ns = late_ns();
   run.whole_sms = sms / 2 + 1;
-  std::vector<MoeRun> runs{run, run, run, run};
+  std::vector<MoeRun> runs(5, run);
   runs[0].options.cluster_size = runs[2].options.cluster_size = runs[3].options.cluster_size = 1;
   runs[1].options.cluster_size = 2;
   runs[2].max_routes_per_rank = is_small ? 60 : 500;
   runs[3].options.num_sms = sms - 2;
+  runs[4].options.num_sms = sms;  // too many
+  runs[4].options.copy_sms = 0;
   for (size_t i = 0; i < runs.size() && why.empty(); ++i) {
     why = checked_call(world, runs[i], &y);
     if (why.empty() && world.num_broadcasts == 0) why = "no tile waits for READY";
