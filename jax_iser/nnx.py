@@ -204,6 +204,7 @@ class MoE(nnx.Module):
         *,
         domain=None,
         layer=None,
+        weights_version=None,
         forced_routing: str | None = None,
     ) -> jax.Array:
         """Runs the layer.
@@ -214,6 +215,8 @@ class MoE(nnx.Module):
             none: drop their outputs.
           domain: a `DomainHandle`; default: the one `attach` put here.
           layer: overrides the module's layer index; may be traced (a scan over layers).
+          weights_version: i32, with a Domain that is `resident`: another one whenever the weights
+            of this layer have changed, or are another model's.
           forced_routing: `"balanced"` ignores the router (`balanced_routing`): for timing only.
 
         Returns:
@@ -237,29 +240,43 @@ class MoE(nnx.Module):
         layer = jnp.int32(self.layer if layer is None else layer)
         given = jax.dtypes.canonicalize_dtype(x.dtype)  # NumPy's f64 is f32 in jax
         dtype = given if self.dtype is None else jnp.dtype(self.dtype)
-        self._check_call(x, dtype, domain)
+        self._check_call(x, dtype, domain, weights_version)
         tokens = x.astype(dtype).reshape(-1, self.hidden_size)
+        scale = jnp.float32(1) * self.routed_scaling_factor
+        version = jnp.int32(0 if weights_version is None else weights_version)
         y, plan, topk_ids = _run(
-            _Settings.of(self, forced_routing), tokens, *self._weights(dtype), domain, layer
+            _Settings.of(self, forced_routing),
+            tokens,
+            *self._weights(dtype, scale),
+            domain,
+            layer,
+            version,
         )
         self._sow(plan, topk_ids, dtype)
         return y.reshape(x.shape).astype(given)
 
-    def _check_call(self, x, dtype, domain):
+    def _check_call(self, x, dtype, domain, weights_version):
         if domain is not None:
             if not isinstance(domain, DomainHandle):
                 raise TypeError(
                     f"domain is a {type(domain).__name__}, expected a DomainHandle; pass "
                     "domain.handle"
                 )
+            _check_alive(domain)
             _check_devices(self, domain, "this MoE")
             if self.method == "fused":
                 _check_dtype(self, dtype, domain.config, "this MoE")
+                if domain.config.resident and weights_version is None:
+                    raise ValueError(
+                        "the Domain keeps replicas from call to call (resident=True), and cannot "
+                        "see that weights have changed: pass weights_version=, or make the Domain "
+                        "with resident=False"
+                    )
         if self.mesh is not None:
             each = 1 if domain is None else domain.config.ranks_per_device
             _check_divisible(x.shape, self.mesh.shape[self.axis], each, self.axis)
 
-    def _weights(self, dtype):
+    def _weights(self, dtype, scale):
         """Replicated weights, and the expert planes, as the computation takes them."""
         shared = None
         if self.has_shared:
@@ -268,7 +285,7 @@ class MoE(nnx.Module):
         bias = None if self.routed_bias is None else self.routed_bias[...]
         planes = (p[...] for p in (self.gate, self.up, self.down))
         experts = tuple(p if fp8.is_fp8(p) else p.astype(dtype) for p in planes)
-        return (self.router[...], bias, shared), experts
+        return (self.router[...], bias, shared, scale), experts
 
     def _sow(self, plan, topk_ids, dtype):
         """Records telemetry for `nnx.capture`; outside of it a module must not change."""
@@ -297,7 +314,6 @@ class _Settings:
     score_function: str
     num_groups: int | None
     top_k_groups: int | None
-    routed_scaling_factor: float
     norm_topk_prob: bool
     shared_expert_sms: int | None
     reference_scheme: str
@@ -312,25 +328,25 @@ class _Settings:
 
 # Jitted, or calls and gradients outside jit would run op by op.
 @functools.partial(jax.jit, static_argnums=0)
-def _run(settings: _Settings, tokens, replicated, experts, domain, layer):
+def _run(settings: _Settings, tokens, replicated, experts, domain, layer, version):
     """The layer on the tokens and experts of all devices: `(y, Plan, topk_ids)`."""
     on_device = functools.partial(_on_device, settings)
     if settings.mesh is None:
-        return on_device(tokens, replicated, experts, domain, layer)
+        return on_device(tokens, replicated, experts, domain, layer, version)
     sharded = P(settings.axis)
     return jax.shard_map(
         on_device,
         mesh=settings.mesh,
-        in_specs=(sharded, P(), sharded, sharded, P()),
+        in_specs=(sharded, P(), sharded, sharded, P(), P()),
         out_specs=(sharded, Plan.specs(settings.axis), sharded),
         axis_names={settings.axis},
         check_vma=False,
-    )(tokens, replicated, experts, domain, layer)
+    )(tokens, replicated, experts, domain, layer, version)
 
 
-def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer):
+def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer, version):
     """The layer on the tokens and experts of one device."""
-    router, bias, shared = replicated
+    router, bias, shared, scale = replicated
     options = {
         "layer": layer,
         "balance": settings.balance,
@@ -339,16 +355,17 @@ def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer):
     if shared is not None:
         sms = settings.shared_expert_sms
         options["shared_expert"] = lambda t: shared_expert(t, *shared, sms=sms)
-    ids, weights = _route(settings, tokens, router, bias)
+    ids, weights = _route(settings, tokens, router, bias, scale)
     if settings.method == "reference":
         options["scheme"] = settings.reference_scheme
         y, plan = reference_layer(tokens, ids, weights, experts, domain, **options)
     else:
+        options["weights_version"] = version
         y, plan = moe_layer(tokens, ids, weights, ExpertWeights(*experts), domain, **options)
     return y, plan, ids
 
 
-def _route(settings: _Settings, tokens, router, bias):
+def _route(settings: _Settings, tokens, router, bias, scale):
     """`topk_ids` and `topk_weights` of one device's tokens."""
     if settings.forced_routing is None:
         return route(
@@ -358,7 +375,7 @@ def _route(settings: _Settings, tokens, router, bias):
             num_groups=settings.num_groups,
             top_k_groups=settings.top_k_groups,
             routed_bias=bias,
-            routed_scaling_factor=settings.routed_scaling_factor,
+            routed_scaling_factor=scale,
             norm_topk_prob=settings.norm_topk_prob,
         )
     device = 0 if settings.mesh is None else jax.lax.axis_index(settings.axis)
@@ -367,7 +384,7 @@ def _route(settings: _Settings, tokens, router, bias):
         device * tokens.shape[0],
         settings.top_k,
         settings.num_experts,
-        settings.routed_scaling_factor,
+        scale,
     )
 
 
@@ -437,7 +454,12 @@ def attach(model: nnx.Module, domain: Domain | DomainHandle | None) -> None:
             _check_fits(module, handle, name)
         _check_layers(modules, handle.config)
     for module in modules.values():
-        module.domain = None if handle is None else AttachedDomain(handle)
+        module.domain = None if handle is None else AttachedDomain(_copy_of(handle))
+
+
+def _copy_of(handle):
+    """A module's own: a program that is given a model to overwrite overwrites this."""
+    return dataclasses.replace(handle, words=jnp.copy(handle.words))
 
 
 def _handle_of(domain):
@@ -445,12 +467,24 @@ def _handle_of(domain):
         if not domain.is_open:
             raise ValueError("this Domain is closed; make a new one and attach that")
         return domain.handle
+    if isinstance(domain, DomainHandle):
+        _check_alive(domain)
     if domain is None or isinstance(domain, DomainHandle):
         return domain
     raise TypeError(
         f"domain is a {type(domain).__name__}, expected a jax_iser.Domain, its handle, or None to "
         "detach"
     )
+
+
+def _check_alive(handle):
+    words = handle.words
+    is_array = isinstance(words, jax.Array) and not isinstance(words, jax.core.Tracer)
+    if is_array and words.is_deleted():
+        raise ValueError(
+            "the Domain's handle was donated to a program and is gone; attach the Domain again, or "
+            "donate none of its handles"
+        )
 
 
 def _no_module(model):
@@ -474,7 +508,7 @@ def _check_fits(module, handle, name):
                 f"the Domain was made for {field}={getattr(config, field)}, {name} has "
                 f"{getattr(module, field)}; make a Domain of the model's sizes"
             )
-    if module.dtype is not None:
+    if module.dtype is not None and module.method == "fused":
         _check_dtype(module, jnp.dtype(module.dtype), config, name)
     _check_devices(module, handle, name)
     gate = module.gate.get_value()
@@ -493,13 +527,19 @@ def _check_layers(modules, config):
                 f"{name} has layer={module.layer}, outside the Domain's num_layers="
                 f"{config.num_layers}; make the Domain with num_layers={needed}"
             )
+    layers = [module.layer for module in modules.values() if module.method == "fused"]
+    if config.resident and len(set(layers)) < len(layers):
+        raise ValueError(
+            f"the Domain keeps replicas by layer (resident=True), and modules share one: layers "
+            f"{layers}; give each MoE its own layer="
+        )
 
 
 def _check_dtype(module, dtype, config: DomainConfig, name):
     if dtype.name == config.dtype:
         return
     whose = "of its input" if module.dtype is None else "its dtype="
-    remedy = f'give the MoE dtype="{config.dtype}"'
+    remedy = f'give the MoE dtype="{config.dtype}"' + (" or cast x" if module.dtype is None else "")
     if dtype.name in DTYPES:
         remedy = f'make the Domain with dtype="{dtype.name}", or {remedy}'
     raise TypeError(
@@ -517,6 +557,8 @@ def _check_devices(module, handle, name):
                 f"the Domain spans {handle.config.num_devices} devices, {name} has no mesh; make "
                 "it with the Domain's"
             )
+        return
+    if isinstance(mesh, jax.sharding.AbstractMesh):
         return
     ours = list(mesh.devices.flat)
     if theirs == ours or (theirs is None and handle.config.num_devices == len(ours)):

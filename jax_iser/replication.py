@@ -14,7 +14,7 @@ from jax_iser.domain import DomainHandle
 
 VMAP_REMEDY = (
     "vmap over a jax_iser call is not supported: all ranks take part in each call; fold the mapped "
-    'axis into the tokens, or use method="reference"'
+    'axis into the tokens, or use method="reference" with balance="none"'
 )
 
 

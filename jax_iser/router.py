@@ -61,7 +61,7 @@ def check_router_arguments(
 
 def _limit_to_groups(choice, num_groups, top_k_groups, has_bias):
     """Masks with -inf every expert outside the token's best groups (ties: lower group)."""
-    grouped = choice.reshape(*choice.shape[:-1], num_groups, -1)
+    grouped = choice.reshape(*choice.shape[:-1], num_groups, choice.shape[-1] // num_groups)
     if has_bias:
         strength = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
     else:

@@ -231,3 +231,76 @@ def test_weights_of_fp8_modules_are_assigned_quantised():
     refused(TypeError, words, moe.gate.set_value, values)
     moe.gate[...] = fp8.quantize_plane(values)
     assert_same_bits(moe.gate[...], fp8.quantize_plane(values))
+
+
+# Replicas that stay, and handles that go
+
+
+def test_resident_domains_are_told_of_other_weights():
+    mesh, x = make_mesh(4), np.ones((96, 16), np.float32)
+    pair = nnx.List([make_moe(mesh, method="fused") for _ in range(2)])
+    with make_domain(mesh, bank="per_layer", resident=True) as domain:
+        refused(ValueError, r"modules share one: layers \[0, 0\]", attach, pair, domain)
+        moe, off = pair[0], make_moe(mesh, balance="none")
+        attach(moe, domain)
+        refused(ValueError, "pass weights_version=", moe, x)
+        moe(x, weights_version=1)
+        for module in (moe, off):
+            module.gate[...] = 2 * module.gate[...]
+        on = moe(x, weights_version=2)
+        assert_same_bits(on, off(x, domain=domain.handle, weights_version=2))
+
+
+class Two(nnx.Module):
+    def __init__(self, mesh):
+        self.first, self.second = make_moe(mesh), make_moe(mesh, layer=1)
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_model_may_be_donated(domain):
+    mesh, x = domain.mesh, inputs()
+    model = Two(mesh)
+
+    def step(model, x):
+        gradients = nnx.grad(lambda m: (m(x) ** 2).mean())(model)
+        nnx.update(
+            model, jax.tree.map(lambda w, g: w - 1e-3 * g, nnx.state(model, nnx.Param), gradients)
+        )
+
+    with make_domain(mesh, num_layers=2) as own:
+        attach(model, own)
+        step = nnx.jit(step, donate_argnums=0)
+        for _ in range(2):
+            step(model, x)
+        assert not own.handle.words.is_deleted()
+        assert np.isfinite(np.asarray(model(x))).all()
+        gone = jax_iser.DomainHandle(jnp.copy(own.handle.words), own.config)
+        gone.words.delete()
+        refused(ValueError, "was donated", attach, model, gone)
+
+
+@pytest.mark.parametrize("kind", [jnp.float32, np.array], ids=["jax", "numpy"])
+def test_the_scaling_factor_may_be_an_array(domain, kind):
+    x, results = inputs(), []
+    for scale in (2.5, kind(2.5)):
+        moe = make_moe(domain.mesh, routed_scaling_factor=scale)
+        attach(moe, domain)
+        results.append(moe(x))
+    assert_same_bits(results[1], results[0])
+    traced = jax.jit(lambda s: make_moe(None, routed_scaling_factor=s)(x))
+    np.testing.assert_allclose(
+        traced(2.5), make_moe(None, routed_scaling_factor=2.5)(x), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_reference_module_computes_in_its_own_dtype(domain):
+    moe = make_moe(domain.mesh, method="reference", dtype=jnp.bfloat16)
+    attach(moe, domain)
+    assert moe(inputs()).shape == (96, 16)
+
+
+def test_no_tokens_in_groups_of_experts():
+    moe = make_moe(None, num_groups=4, top_k_groups=2)
+    assert moe(np.zeros((0, 16), np.float32)).shape == (0, 16)
