@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 
 import jax
@@ -13,8 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax_iser import fp8
-from jax_iser.config import DTYPES, WEIGHT_DTYPES, DomainConfig, dtype_name
+from jax_iser import _fits, fp8
+from jax_iser.config import WEIGHT_DTYPES, dtype_name
 from jax_iser.domain import Domain, DomainHandle
 from jax_iser.layer import ExpertWeights, moe_layer
 from jax_iser.planner import Plan
@@ -242,12 +241,11 @@ class MoE(nnx.Module):
         dtype = given if self.dtype is None else jnp.dtype(self.dtype)
         self._check_call(x, dtype, domain, weights_version)
         tokens = x.astype(dtype).reshape(-1, self.hidden_size)
-        scale = jnp.float32(1) * self.routed_scaling_factor
         version = jnp.int32(0 if weights_version is None else weights_version)
         y, plan, topk_ids = _run(
             _Settings.of(self, forced_routing),
             tokens,
-            *self._weights(dtype, scale),
+            *self._weights(dtype),
             domain,
             layer,
             version,
@@ -262,10 +260,10 @@ class MoE(nnx.Module):
                     f"domain is a {type(domain).__name__}, expected a DomainHandle; pass "
                     "domain.handle"
                 )
-            _check_alive(domain)
-            _check_devices(self, domain, "this MoE")
+            _fits.check_alive(domain)
+            _fits.check_devices(self, domain, "this MoE")
             if self.method == "fused":
-                _check_dtype(self, dtype, domain.config, "this MoE")
+                _fits.check_dtype(self, dtype, domain.config, "this MoE")
                 if domain.config.resident and weights_version is None:
                     raise ValueError(
                         "the Domain keeps replicas from call to call (resident=True), and cannot "
@@ -274,9 +272,9 @@ class MoE(nnx.Module):
                     )
         if self.mesh is not None:
             each = 1 if domain is None else domain.config.ranks_per_device
-            _check_divisible(x.shape, self.mesh.shape[self.axis], each, self.axis)
+            _fits.check_divisible(x.shape, self.mesh.shape[self.axis], each, self.axis)
 
-    def _weights(self, dtype, scale):
+    def _weights(self, dtype):
         """Replicated weights, and the expert planes, as the computation takes them."""
         shared = None
         if self.has_shared:
@@ -285,6 +283,7 @@ class MoE(nnx.Module):
         bias = None if self.routed_bias is None else self.routed_bias[...]
         planes = (p[...] for p in (self.gate, self.up, self.down))
         experts = tuple(p if fp8.is_fp8(p) else p.astype(dtype) for p in planes)
+        scale = jnp.float32(1) * self.routed_scaling_factor
         return (self.router[...], bias, shared, scale), experts
 
     def _sow(self, plan, topk_ids, dtype):
@@ -388,18 +387,6 @@ def _route(settings: _Settings, tokens, router, bias, scale):
     )
 
 
-def _check_divisible(shape, num_devices, ranks_per_device, axis):
-    num_tokens, num_ranks = math.prod(shape[:-1]), num_devices * ranks_per_device
-    if num_tokens % num_ranks:
-        padded = num_tokens + -num_tokens % num_ranks
-        raise ValueError(
-            f"x has shape {shape}: the number of tokens, {num_tokens}, is not divisible by the "
-            f'{num_ranks} ranks of axis "{axis}" ({num_devices} devices, ranks_per_device='
-            f"{ranks_per_device}); pad x to {padded} tokens and drop the outputs of the rows "
-            "added, which are routed like any other and change none"
-        )
-
-
 def _check_method(method, mesh, axis, num_experts):
     if method is None:
         method = "reference" if mesh is None else "fused"
@@ -451,8 +438,8 @@ def attach(model: nnx.Module, domain: Domain | DomainHandle | None) -> None:
         raise _no_module(model)
     if handle is not None:
         for name, module in modules.items():
-            _check_fits(module, handle, name)
-        _check_layers(modules, handle.config)
+            _fits.check_module(module, handle, name)
+        _fits.check_layers(modules, handle.config)
     for module in modules.values():
         module.domain = None if handle is None else AttachedDomain(_copy_of(handle))
 
@@ -466,25 +453,15 @@ def _handle_of(domain):
     if isinstance(domain, Domain):
         if not domain.is_open:
             raise ValueError("this Domain is closed; make a new one and attach that")
-        return domain.handle
+        domain = domain.handle
     if isinstance(domain, DomainHandle):
-        _check_alive(domain)
-    if domain is None or isinstance(domain, DomainHandle):
-        return domain
-    raise TypeError(
-        f"domain is a {type(domain).__name__}, expected a jax_iser.Domain, its handle, or None to "
-        "detach"
-    )
-
-
-def _check_alive(handle):
-    words = handle.words
-    is_array = isinstance(words, jax.Array) and not isinstance(words, jax.core.Tracer)
-    if is_array and words.is_deleted():
-        raise ValueError(
-            "the Domain's handle was donated to a program and is gone; attach the Domain again, or "
-            "donate none of its handles"
+        _fits.check_alive(domain)
+    elif domain is not None:
+        raise TypeError(
+            f"domain is a {type(domain).__name__}, expected a jax_iser.Domain, its handle, or None "
+            "to detach"
         )
+    return domain
 
 
 def _no_module(model):
@@ -498,85 +475,6 @@ def _no_module(model):
         f"the model is a {kind}, expected a flax.nnx.Module with a jax_iser.nnx.MoE in it; from "
         "Flax Linen, which keeps no state in modules, call jax_iser.moe_layer"
     )
-
-
-def _check_fits(module, handle, name):
-    config = handle.config
-    for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "weight_dtype"):
-        if getattr(module, field) != getattr(config, field):
-            raise ValueError(
-                f"the Domain was made for {field}={getattr(config, field)}, {name} has "
-                f"{getattr(module, field)}; make a Domain of the model's sizes"
-            )
-    if module.dtype is not None and module.method == "fused":
-        _check_dtype(module, jnp.dtype(module.dtype), config, name)
-    _check_devices(module, handle, name)
-    gate = module.gate.get_value()
-    if gate.ndim != (2 if fp8.is_fp8(gate) else 3):
-        raise ValueError(
-            f"{name} is stacked: its gate has shape {gate.shape}, and a handle has no such axis; "
-            "detach it, and pass domain=domain.handle and layer= to its calls in nnx.scan"
-        )
-
-
-def _check_layers(modules, config):
-    for name, module in modules.items():
-        if not 0 <= module.layer < config.num_layers:
-            needed = 1 + max(each.layer for each in modules.values())
-            raise ValueError(
-                f"{name} has layer={module.layer}, outside the Domain's num_layers="
-                f"{config.num_layers}; make the Domain with num_layers={needed}"
-            )
-    layers = [module.layer for module in modules.values() if module.method == "fused"]
-    if config.resident and len(set(layers)) < len(layers):
-        raise ValueError(
-            f"the Domain keeps replicas by layer (resident=True), and modules share one: layers "
-            f"{layers}; give each MoE its own layer="
-        )
-
-
-def _check_dtype(module, dtype, config: DomainConfig, name):
-    if dtype.name == config.dtype:
-        return
-    whose = "of its input" if module.dtype is None else "its dtype="
-    remedy = f'give the MoE dtype="{config.dtype}"' + (" or cast x" if module.dtype is None else "")
-    if dtype.name in DTYPES:
-        remedy = f'make the Domain with dtype="{dtype.name}", or {remedy}'
-    raise TypeError(
-        f"{name} computes in {dtype.name} ({whose}), the Domain was made for dtype="
-        f'"{config.dtype}"; {remedy}'
-    )
-
-
-def _check_devices(module, handle, name):
-    """Equal devices in equal order, where the handle's are known."""
-    mesh, theirs = module.mesh, handle.devices
-    if mesh is None:
-        if handle.config.num_devices > 1:
-            raise ValueError(
-                f"the Domain spans {handle.config.num_devices} devices, {name} has no mesh; make "
-                "it with the Domain's"
-            )
-        return
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return
-    ours = list(mesh.devices.flat)
-    if theirs == ours or (theirs is None and handle.config.num_devices == len(ours)):
-        return
-    others = {axis: size for axis, size in mesh.shape.items() if axis != module.axis and size > 1}
-    found = handle.config.num_devices if theirs is None else _names(theirs)
-    raise ValueError(
-        f"the Domain is on devices {found}, {name} on {_names(ours)}; make both with one mesh"
-        + (
-            f", without the other axes {others}: one program drives one expert-parallel group"
-            if others
-            else f': Domain(mesh, "{module.axis}", ...) with the mesh of the MoE'
-        )
-    )
-
-
-def _names(devices):
-    return "[" + ", ".join(f"{device.platform}:{device.id}" for device in devices) + "]"
 
 
 def load_hf(moe: MoE, tensors: Mapping[str, jax.Array], prefix: str = "") -> None:
