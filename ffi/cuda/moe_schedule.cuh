@@ -195,7 +195,7 @@ struct ScheduleBuilder {
     return (rows + sizes.tile.rows - 1) >> tile_shift;
   }
 
-  // Products of h, in chunks of blocks that are as large as each other.
+  // Products that make h, in chunks of as many blocks as each other but for the last.
   ISER_HD void emit_inner(int32_t slot, int32_t wave, int32_t row, int32_t rows, int32_t block,
                           int32_t blocks) {
     if (blocks <= sizes.chunk_blocks) {  // mostly: and divisions are slow

@@ -52,8 +52,7 @@ def add_size_arguments(parser: argparse.ArgumentParser, iterations: int) -> None
 def make_trace(text: str, args: argparse.Namespace, iterations: int) -> Trace:
     """The trace that `synthetic:NAME` or `workload:NAME` names."""
     kind, _, name = text.partition(":")
-    given = {name: getattr(args, name) for name in SIZES}
-    known = SIZES | {name: value for name, value in given.items() if value is not None}
+    known = SIZES | _given(args)
     if known["top_k"] > known["experts"]:
         raise UsageError(
             f"--top-k {known['top_k']} exceeds --experts {known['experts']}: a token's experts are "
@@ -82,7 +81,7 @@ def open_all(texts: list[str], args: argparse.Namespace, iterations: int, consol
     """Every trace that the command line names, in order."""
     from jax_iser.replay.traces import TraceError, open_traces
 
-    given = [_option(name) for name in SIZES if getattr(args, name) is not None]
+    given = ["--" + name.replace("_", "-") for name in _given(args)]
     if given and not any(text.startswith(MADE) for text in texts):
         raise UsageError(
             f"{', '.join(given)} size made-up traces ({' or '.join(MADE)}...), and none is named; "
@@ -105,8 +104,10 @@ def open_all(texts: list[str], args: argparse.Namespace, iterations: int, consol
     return traces
 
 
-def _option(name):
-    return "--" + name.replace("_", "-")
+def _given(args):
+    """Those of SIZES that the command line has."""
+    values = {name: getattr(args, name) for name in SIZES}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def make_folder(option: str, path: Path | None) -> None:

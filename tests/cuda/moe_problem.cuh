@@ -92,8 +92,8 @@ __global__ void dequantize_planes(const uint8_t* from, Fp8Plane plane, int32_t c
   }
 }
 
-__device__ inline float value_of(float value) { return value; }
-__device__ inline float value_of(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ inline double as_double(float value) { return value; }
+__device__ inline double as_double(__nv_bfloat16 value) { return __bfloat162float(value); }
 
 // Rows as they are after quantisation by 128 columns; a thread a block of columns.
 template <typename T>
@@ -103,11 +103,11 @@ __global__ void requantize_rows(const T* from, float* to, size_t rows, int32_t c
   if (index >= rows * blocks) return;
   const size_t first = index / blocks * columns + index % blocks * 128;
   float amax = 0.0f;
-  for (int i = 0; i < 128; ++i) amax = fmaxf(amax, fabsf(value_of(from[first + i])));
+  for (int i = 0; i < 128; ++i) amax = fmaxf(amax, fabsf(as_double(from[first + i])));
   amax = fmaxf(amax, fp8::kMinAmax);
   const float up = __fdiv_rn(448.0f, amax), down = __fdiv_rn(amax, 448.0f);
   for (int i = 0; i < 128; ++i) {
-    const float value = value_of(from[first + i]);
+    const float value = as_double(from[first + i]);
     const uint8_t code = __nv_cvt_float_to_fp8(value * up, __NV_SATFINITE, __NV_E4M3);
     to[first + i] = e4m3_value(code) * down;
   }
@@ -200,8 +200,6 @@ inline MoeProblem make_problem(const SlotSpace& slots, int32_t top_k, int32_t hi
   return problem;
 }
 
-__device__ inline double as_double(float value) { return value; }
-__device__ inline double as_double(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ inline void round_to(double value, float* to) { *to = static_cast<float>(value); }
 __device__ inline void round_to(double value, __nv_bfloat16* to) {
   *to = __float2bfloat16_rn(static_cast<float>(value));

@@ -24,7 +24,7 @@ struct NoStamps {
 };
 
 std::string check(std::mt19937& rng, int kind, const PlanConfig& config,
-                  int32_t* most_broadcasts = nullptr) {
+                  int32_t* num_broadcasts_wanted = nullptr) {
   const int32_t ranks = config.slots.num_ranks;
   const int32_t experts = config.slots.num_experts, rows = config.max_broadcasts();
   const size_t routes = rng() % 400;
@@ -33,7 +33,7 @@ std::string check(std::mt19937& rng, int kind, const PlanConfig& config,
   const std::vector<int32_t> table = random_table(rng, config, counts);
   const int32_t* resident = rng() % 4 ? nullptr : table.data();
   const CorePlan want(config, counts, resident);
-  if (most_broadcasts != nullptr) *most_broadcasts = want.num_broadcasts;
+  if (num_broadcasts_wanted != nullptr) *num_broadcasts_wanted = want.num_broadcasts;
 
   Carver sizes{nullptr, 0};
   PlanArrays plan{};

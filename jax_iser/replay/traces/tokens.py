@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -43,7 +44,6 @@ class TokenTrace:
         self.num_experts, self._blocks = num_experts, blocks
         self.request_lengths = _checked_lengths(path, request_lengths, num_tokens)
         self.source_rank = source_rank
-        self._repeats: tuple[str, ...] | None = None
 
     def cut(self, num_ranks: int, tokens_per_rank: int) -> Cut:
         """Requests go round robin to the ranks; then equal chunks of `tokens_per_rank` tokens.
@@ -53,7 +53,7 @@ class TokenTrace:
         iteration of the largest chunk that it can.
         """
         rank, notes = self._ranks(num_ranks)
-        notes += self._note_repeats()
+        notes += self._repeats
         have = np.bincount(rank, minlength=num_ranks)
         chunk = min(tokens_per_rank, int(have.min()))
         if chunk < tokens_per_rank:
@@ -65,19 +65,18 @@ class TokenTrace:
         counts = self._counts(rank, num_ranks, chunk, iterations)
         return Cut(iterations, chunk, tuple(notes), counts)
 
-    def _note_repeats(self):
+    @functools.cached_property
+    def _repeats(self) -> tuple[str, ...]:
         """A note where tokens at the start of the trace name an expert twice in a layer."""
-        if self._repeats is None:
-            block = next(self._blocks(self._tokens_per_block), np.empty((0, 1, 1), np.int8))
-            ids = np.sort(block, axis=-1)
-            same = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)
-            count = int(same.any(axis=(1, 2)).sum())
-            note = (
-                f"{count} of the first {len(block)} tokens name an expert twice in a layer: "
-                "counted as two routes, as moe_layer computes them; padding is -1"
-            )
-            self._repeats = (note,) if count else ()
-        return self._repeats
+        block = next(self._blocks(self._tokens_per_block), np.empty((0, 1, 1), np.int8))
+        ids = np.sort(block, axis=-1)
+        same = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)
+        count = int(same.any(axis=(1, 2)).sum())
+        note = (
+            f"{count} of the first {len(block)} tokens name an expert twice in a layer: "
+            "counted as two routes, as moe_layer computes them; padding is -1"
+        )
+        return (note,) if count else ()
 
     @property
     def _tokens_per_block(self):
