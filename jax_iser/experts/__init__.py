@@ -1,0 +1,1 @@
+"""Experts: the planes of a bundle, formats of weights, activations."""
