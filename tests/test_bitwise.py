@@ -181,7 +181,13 @@ def test_one_row_through_every_position_and_tile(dtype):
 
 PROGRAM = """
 import hashlib
-from layers import make_problem, run_layer
+import os
+import jax
+from layers import make_domain, make_problem, run_layer
+jax.block_until_ready(jax.device_put(0.0) + 1)  # XLA's threads are there from here on
+before = len(os.listdir("/proc/self/task"))
+make_domain(make_problem(), ranks_per_device=8).close()
+print(len(os.listdir("/proc/self/task")) - before)  # the pool's, which outlive the Domain
 digest = hashlib.sha256()
 for dtype in ("float32", "bfloat16"):
     problem = make_problem("W2", num_experts=32, top_k=4, tokens=64, dtype=dtype)
@@ -192,7 +198,7 @@ print(digest.hexdigest())
 """
 
 
-def test_thread_count_changes_no_bit():
+def test_thread_count_is_obeyed_and_changes_no_bit():
     digests = {}
     for threads in ("1", "2", "5"):
         done = subprocess.run(
@@ -203,7 +209,8 @@ def test_thread_count_changes_no_bit():
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        digests[threads] = done.stdout.strip()
+        started, digests[threads] = done.stdout.split()
+        assert started == threads, f"ISER_NUM_THREADS={threads}, but {started} threads were started"
     assert len(set(digests.values())) == 1, digests
 
 

@@ -299,6 +299,42 @@ def test_copy_rules():
             assert row[5] == twin.SAMI
 
 
+def copy_ways_by_the_book(plan, num_ranks, min_group_size):
+    """How `per_slot` copies each broadcast, from the text of docs/planner.md, and whether one of
+    the ways hangs on the order of placement."""
+    levels, rows = group_levels(num_ranks, min_group_size), rows_of(plan)
+    groups = [frozenset(levels[row[2]].members(row[3])) for row in rows]
+    owners = [row[1] for row in rows]
+    ways, tied = [], set()
+    for i, (group, owner) in enumerate(zip(groups, owners, strict=True)):
+        meets = [j for j in range(len(rows)) if group & groups[j]]
+        is_pure = all(groups[j] == group and owners[j] in group for j in meets)
+        inside = [j for j in range(len(rows)) if owners[j] == owner and owner in groups[j]]
+        widest = max((len(groups[j]) for j in inside), default=0)
+        first = [j for j in inside if len(groups[j]) == widest][:1]
+        is_direct = owner in group and (is_pure or first == [i])
+        ways.append(twin.OWNER_DIRECT if is_direct else twin.SAMI)
+        if owner in group and not is_pure and len(group) == widest:
+            tied.add((owner, i))
+    return ways, len(tied) > len({owner for owner, _ in tied})
+
+
+@pytest.mark.parametrize("plan_counts", [planner.plan_counts, twin.plan_counts])
+def test_per_slot_follows_the_book(plan_counts):
+    """Of an owner's widest broadcasts into groups with it the first placed is owner-direct."""
+    num_tied, ways_seen = 0, set()
+    for seed in range(40):
+        num_ranks, min_group_size = ((8, 4), (8, 1), (16, 2), (6, 1))[seed % 4]
+        counts = random_counts(num_ranks, 4, ("W1", "W2", "W3", "skewed", "ties")[seed % 5], seed)
+        plan = plan_counts(counts, min_group_size=min_group_size, copy_rule="per_slot")
+        expected, is_tied = copy_ways_by_the_book(plan, num_ranks, min_group_size)
+        assert [row[5] for row in rows_of(plan)] == expected, f"seed {seed}"
+        num_tied += is_tied
+        ways_seen |= set(expected)
+    assert num_tied > 3, "no tie is tested"
+    assert ways_seen == {twin.OWNER_DIRECT, twin.SAMI}
+
+
 def test_the_default_copy_rule_is_a_domains():
     default = DomainConfig.copy_rule
     for function in (planner.plan_counts, planner.plan_many, twin.plan_counts):
