@@ -1,7 +1,8 @@
 """The CUDA fused MoE kernels' own code on a CPU, against an oracle; needs no GPU.
 
 `tests/cuda/simt/grid` stands in for CUDA, PTX, TMA and wgmma; the program is the GPU's test
-program. A fault put into a copy of the sources must be noticed.
+program. It ends with 9 where the host copies memory that nothing has written, as initcheck reports
+it on a GPU. A fault put into a copy of the sources must be noticed.
 """
 
 import os
@@ -147,6 +148,15 @@ FAULTS = {
 }
 
 
+# Routes without an expert, which the oracle has to write as well before the host copies all.
+ORACLE_FAULT = (
+    "plain: dtype 0",
+    "moe_problem.cuh",
+    "    return round_to(0, a.o + index);\n",
+    "    return;\n",
+)
+
+
 def compile_objects(
     root: pathlib.Path, out: pathlib.Path, sources: list[str]
 ) -> list[pathlib.Path]:
@@ -207,3 +217,17 @@ def test_faults_are_noticed(fault, objects, tmp_path):
     changed = compile_objects(tmp_path, tmp_path, SOURCES[:1])
     result = run(link([*changed, *objects[1:]], tmp_path / "moe"), case)
     assert result.returncode != 0, result.stdout
+
+
+def test_host_copies_of_unwritten_memory_are_noticed(objects, tmp_path):
+    case, name, right, wrong = ORACLE_FAULT
+    for folder in ("ffi/core", "ffi/cuda", "tests/cuda"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    source = tmp_path / "tests/cuda" / name
+    text = source.read_text()
+    assert right in text
+    source.write_text(text.replace(right, wrong))
+    changed = compile_objects(tmp_path, tmp_path, SOURCES[1:])
+    result = run(link([objects[0], *changed, objects[2]], tmp_path / "moe"), case)
+    assert result.returncode == 9, result.stdout + result.stderr
+    assert "words that nothing has written" in result.stderr

@@ -209,7 +209,7 @@ template <typename T>
 struct OracleArrays {
   const T *x, *gate, *up, *down;  // x [routes' tokens, D]; weights of all experts
   const int32_t* ids;             // [routes]
-  T *h, *o;                       // [routes, I], [routes, D]
+  T *h, *o;                       // [routes, I], [routes, D]; zeros for routes that are padding
   float* magnitude;               // [routes, D] sum of |h| |down|
   int32_t routes, top_k, hidden, intermediate, num_experts;
 };
@@ -219,7 +219,7 @@ __global__ void oracle_inner(OracleArrays<T> a) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (index >= static_cast<int64_t>(a.routes) * a.intermediate) return;
   const int32_t route = index / a.intermediate, i = index % a.intermediate, expert = a.ids[route];
-  if (!is_valid_expert(expert, a.num_experts)) return;
+  if (!is_valid_expert(expert, a.num_experts)) return round_to(0, a.h + index);
   const T* x = a.x + static_cast<size_t>(route / a.top_k) * a.hidden;
   const size_t row = (static_cast<size_t>(expert) * a.intermediate + i) * a.hidden;
   double gate = 0, up = 0;
@@ -235,7 +235,10 @@ __global__ void oracle_hidden(OracleArrays<T> a) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (index >= static_cast<int64_t>(a.routes) * a.hidden) return;
   const int32_t route = index / a.hidden, d = index % a.hidden, expert = a.ids[route];
-  if (!is_valid_expert(expert, a.num_experts)) return;
+  if (!is_valid_expert(expert, a.num_experts)) {
+    a.magnitude[index] = 0;
+    return round_to(0, a.o + index);
+  }
   const T* h = a.h + static_cast<size_t>(route) * a.intermediate;
   const size_t row = (static_cast<size_t>(expert) * a.hidden + d) * a.intermediate;
   double sum = 0, magnitude = 0;
