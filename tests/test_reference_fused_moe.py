@@ -147,6 +147,77 @@ def test_gradients_match_dense_einsum(spread, tokens):
         assert error < 1e-5, f"{name}: {error}"
 
 
+def gradients_of(function, operands):
+    """By name, of a loss that has a gradient everywhere."""
+    floats = {"x": 0, "topk_weights": 2, "gate": 3, "up": 4, "down": 5}
+    gradient = jax.jit(jax.grad(lambda *args: (function(*args) ** 2).sum(), tuple(floats.values())))
+    gradients = gradient(*operands)
+    return dict(zip(floats, map(np.asarray, gradients), strict=True))
+
+
+def each_way(scheme):
+    """Ways to run a scheme: on one rank, and spread over ranks where it can be."""
+    yield functools.partial(fused_moe, scheme=scheme)
+    if scheme == "blocked":
+        yield on_ranks(functools.partial(fused_moe, axis_name="ep"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "poison"),
+    [
+        ("dense", 48, np.nan),
+        ("blocked", 48, np.inf),
+        ("blocked", 2000, np.nan),  # the path that steps over empty blocks
+    ],
+)
+def test_a_token_without_routes_reaches_no_gradient(scheme, tokens, poison):
+    """Token 0 is what filler rows of a careless gather hold."""
+    operands = list(make_operands(tokens))
+    operands[1] = operands[1].at[0].set(-1)
+    operands[0] = operands[0].at[0].set(0.0)
+    for function in each_way(scheme):
+        clean = gradients_of(function, operands)
+        poisoned = [operands[0].at[0].set(poison), *operands[1:]]
+        for name, found in gradients_of(function, poisoned).items():
+            np.testing.assert_array_equal(found, clean[name], err_msg=name)
+        assert (np.asarray(function(*poisoned))[0] == 0).all()
+
+
+def test_weights_without_routes_reach_no_gradient():
+    """Blocks without routes run with some expert's weights, of the last one as a rule."""
+    operands = list(make_operands())
+    operands[1] = operands[1] % 15
+    poisoned = operands[:3] + [plane.at[15].set(jnp.inf) for plane in operands[3:]]
+    for function in each_way("blocked"):
+        clean = gradients_of(function, operands)
+        for name, found in gradients_of(function, poisoned).items():
+            np.testing.assert_array_equal(found, clean[name], err_msg=name)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_large_token_stays_with_the_small_weights_of_its_expert(scheme):
+    """Beside another expert's weights it would overflow, and 0 * inf is NaN."""
+    operands = list(make_operands(tokens=8, experts=4, top_k=1))
+    ids = operands[1] = (jnp.arange(8, dtype=jnp.int32) % 4)[:, None]
+    operands[0] = operands[0].at[0].set(1e20)
+    for index in (3, 4):
+        operands[index] = operands[index].at[0].multiply(1e-20)
+
+    def by_indexing(x, topk_ids, topk_weights, gate, up, down):
+        e = topk_ids[:, 0]
+        h = jax.nn.silu(jnp.einsum("td,tid->ti", x, gate[e]))
+        h = h * jnp.einsum("td,tid->ti", x, up[e])
+        return topk_weights * jnp.einsum("ti,tdi->td", h, down[e])
+
+    assert ids[4, 0] == 0  # a token of usual size shares the expert
+    expected = gradients_of(by_indexing, operands)
+    for name, found in gradients_of(functools.partial(fused_moe, scheme=scheme), operands).items():
+        assert np.isfinite(expected[name]).all()
+        scale = np.abs(expected[name]).reshape(len(found), -1).max(1).clip(1e-30)
+        error = np.abs(found - expected[name]).reshape(len(found), -1).max(1) / scale
+        assert (error < 1e-4).all(), f"{name}: {error}"
+
+
 @pytest.mark.parametrize("balance", ["none", "haloq"])
 def test_the_layer_adds_the_shared_expert_and_shows_its_plan(balance):
     operands = make_operands(tokens=64)

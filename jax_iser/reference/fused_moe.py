@@ -74,11 +74,16 @@ def _check_fp8_planes(hidden, gate, up, down):
             raise ValueError(f"{name} has shape {plane.shape}, expected {gate.shape} as gate")
 
 
-def _expert_mlp(rows, gate, up, down):
-    """`[n, rows, D]` through one expert each, `[n, I, D]`, `[n, I, D]`, `[n, D, I]`."""
+def _expert_mlp(rows, gate, up, down, is_route):
+    """`[n, rows, D]` through one expert each, `[n, I, D]`, `[n, I, D]`, `[n, D, I]`.
+
+    Rows outside `is_route [n, rows, 1] bool` are filler and zero. Their products are masked too:
+    a zero cotangent times a weight that is not finite would be NaN in the backward pass.
+    """
     f32 = jnp.float32
     gated = jnp.einsum("nrd,nid->nri", rows, gate, preferred_element_type=f32)
     linear = jnp.einsum("nrd,nid->nri", rows, up, preferred_element_type=f32)
+    gated, linear = (jnp.where(is_route, product, 0.0) for product in (gated, linear))
     hidden = (jax.nn.silu(gated) * linear).astype(rows.dtype)
     return jnp.einsum("nri,ndi->nrd", hidden, down, preferred_element_type=f32).astype(rows.dtype)
 
@@ -106,7 +111,7 @@ def _layout(local_ids, num_experts, rows):
 
     Returns:
       `position [routes] i32` (row of each route; `_NO_ROW` without one), `route_of_row [rows] i32`
-      (0 in padding), `block_expert [blocks] i32`, and the number of blocks in use.
+      (-1 in filler rows), `block_expert [blocks] i32`, and the number of blocks in use.
     """
     num_routes = local_ids.shape[0]
     num_blocks = min(-(-num_routes // rows) + num_experts, num_routes)
@@ -123,7 +128,7 @@ def _layout(local_ids, num_experts, rows):
     sorted_rows = jnp.where(sorted_ids < num_experts, sorted_rows, _NO_ROW)
     position = jnp.zeros(num_routes, jnp.int32).at[order].set(sorted_rows.astype(jnp.int32))
     route_of_row = (
-        jnp.zeros(num_blocks * rows, jnp.int32)
+        jnp.full(num_blocks * rows, -1, jnp.int32)
         .at[sorted_rows]
         .set(order.astype(jnp.int32), mode="drop")
     )
@@ -138,13 +143,16 @@ def _route_outputs(x, local_ids, gate, up, down):
     top_k = local_ids.shape[1]
     rows = _block_rows(tokens * top_k, num_experts)
     position, route_of_row, block_expert, used = _layout(local_ids.reshape(-1), num_experts, rows)
-    expert_mlp = fp8_twin.expert_mlp if fp8.is_fp8(gate) else _expert_mlp
 
     def compute(step_rows, step_experts):
-        return expert_mlp(
-            _take(x, step_rows // top_k).reshape(-1, rows, hidden),
-            *(_take(plane, step_experts) for plane in (gate, up, down)),
-        ).reshape(-1, hidden)
+        is_route = (step_rows >= 0)[:, None]
+        tokens_of_rows = _take(x, jnp.maximum(step_rows, 0) // top_k)
+        # Filler rows are zero: whatever a token holds, only its own routes may see it.
+        operands = jnp.where(is_route, tokens_of_rows, 0).reshape(-1, rows, hidden)
+        planes = (_take(plane, step_experts) for plane in (gate, up, down))
+        if fp8.is_fp8(gate):
+            return fp8_twin.expert_mlp(operands, *planes).reshape(-1, hidden)
+        return _expert_mlp(operands, *planes, is_route.reshape(-1, rows, 1)).reshape(-1, hidden)
 
     num_steps = -(-block_expert.shape[0] // _BLOCKS_PER_STEP)
     if num_steps <= 2:
@@ -153,7 +161,8 @@ def _route_outputs(x, local_ids, gate, up, down):
         # With experts on many ranks most blocks are empty on each: step over those.
         extra = num_steps * _BLOCKS_PER_STEP - block_expert.shape[0]
         step_experts = jnp.pad(block_expert, (0, extra)).reshape(num_steps, -1)
-        step_rows = jnp.pad(route_of_row, (0, extra * rows)).reshape(num_steps, -1)
+        step_rows = jnp.pad(route_of_row, (0, extra * rows), constant_values=-1)
+        step_rows = step_rows.reshape(num_steps, -1)
         empty = jnp.zeros((step_rows.shape[1], hidden), x.dtype)
 
         def step(args):
@@ -189,11 +198,14 @@ def _dense(x, topk_ids, topk_weights, is_valid, gate, up, down):
     weights = jnp.where(is_valid, topk_weights.astype(jnp.float32), 0.0)
     one_hot = topk_ids[..., None] == jnp.arange(num_experts)
     of_expert = jnp.sum(weights[..., None] * one_hot, axis=1)
+    is_route = jnp.any(one_hot, axis=1)[..., None]
+    x = jnp.where(is_valid.any(axis=1, keepdims=True), x, 0)
     wide = num_experts * intermediate
-    gated = x @ gate.reshape(wide, hidden).T
-    linear = x @ up.reshape(wide, hidden).T
-    h = jax.nn.silu(gated.astype(jnp.float32)) * linear
-    h = h.reshape(-1, num_experts, intermediate) * of_expert[..., None]
+    gated, linear = (
+        jnp.where(is_route, (x @ plane.reshape(wide, hidden).T).reshape(-1, num_experts, intermediate), 0)
+        for plane in (gate, up)
+    )
+    h = jax.nn.silu(gated.astype(jnp.float32)) * linear * of_expert[..., None]
     return h.astype(x.dtype).reshape(-1, wide) @ down.transpose(0, 2, 1).reshape(wide, hidden)
 
 
@@ -225,7 +237,9 @@ def fused_moe(
       scheme: `"blocked"` sorts routes by expert into blocks and follows the contract's rounding.
         `"dense"` runs every expert on every token: the same function with rounding of its own
         (the weights enter before down) and `E/K` times the arithmetic, but faster to train small
-        models with on GPUs; without `axis_name` only.
+        models with on GPUs; without `axis_name` only. The gradient of every expert sums over all
+        tokens there, so a token that is not finite and is routed anywhere reaches all of them;
+        `"blocked"` keeps it to the experts that the token names.
 
     Returns:
       `[tokens, D]` x.dtype.
