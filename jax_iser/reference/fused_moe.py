@@ -202,7 +202,9 @@ def _dense(x, topk_ids, topk_weights, is_valid, gate, up, down):
     x = jnp.where(is_valid.any(axis=1, keepdims=True), x, 0)
     wide = num_experts * intermediate
     gated, linear = (
-        jnp.where(is_route, (x @ plane.reshape(wide, hidden).T).reshape(-1, num_experts, intermediate), 0)
+        jnp.where(
+            is_route, (x @ plane.reshape(wide, hidden).T).reshape(-1, num_experts, intermediate), 0
+        )
         for plane in (gate, up)
     )
     h = jax.nn.silu(gated.astype(jnp.float32)) * linear * of_expert[..., None]
