@@ -125,8 +125,9 @@ class CudaRuntime:
             fields["code"] = _BAD_HANDLE
             fields["text"] = (
                 f"IserError: {misuse} calls on these GPUs named a Domain that is not open or has "
-                "another configuration, and gave NaN; pass the handle of an open Domain as an "
-                "argument of the program, not as a constant captured by it"
+                "another configuration, and gave NaN; attach the open Domain again "
+                "(jax_iser.nnx.attach(model, domain)), or pass its handle as an argument of the "
+                "program, not as a constant captured by it"
             )
         return fields
 

@@ -27,6 +27,21 @@ def dtype_name(dtype) -> str | None:
         return dtype
 
 
+def check_integer(name: str, value, *, least: int | None = None) -> int:
+    """The value as an `int`.
+
+    Raises:
+      TypeError: a value that is no integer; `True` and `2.0` are none.
+      ValueError: one below `least`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r} is not an integer")
+    value = operator.index(value)
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value} is below {least}")
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class DomainConfig:
     """Sizes, layout and knobs of a Domain; hashable, part of every compiled program.
@@ -108,9 +123,7 @@ class DomainConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type.startswith("int") and value is not None:
-                if isinstance(value, bool) or not hasattr(value, "__index__"):
-                    raise TypeError(f"{field.name}={value!r} is not an integer")
-                object.__setattr__(self, field.name, operator.index(value))
+                object.__setattr__(self, field.name, check_integer(field.name, value))
             elif field.type == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{field.name}={value!r} is not True or False")
             elif field.type.startswith("float") and isinstance(value, (str, bool)):

@@ -10,6 +10,7 @@ import os
 import threading
 import warnings
 import weakref
+from typing import Any, Never
 
 import jax
 import numpy as np
@@ -18,11 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_iser import _bootstrap, _iser, fp8
 from jax_iser._cpu import CpuRuntime
 from jax_iser._options import shape_of
-from jax_iser.config import DomainConfig
+from jax_iser.config import DomainConfig, check_integer
 from jax_iser.errors import IserError
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}  # of jax's devices
 _open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
+_kept_domains: set[Domain] = set()  # attached to a model: they stay alive until they are closed
 _process = os.getpid()
 
 
@@ -60,13 +62,17 @@ class Domain:
       axis: the expert-parallel axis; other axes of `mesh` must have size 1: one program drives one
         expert-parallel group, and its modules are made with this same mesh.
       ranks_per_device: ranks on each device; `P = axis size * ranks_per_device`.
-      **sizes: the other fields of `DomainConfig`, without `num_ranks` and `platform`, which follow
-        from the mesh.
+
+    All other arguments are fields of `DomainConfig`, which describes them. `num_ranks` and
+    `platform` follow from the mesh.
 
     Attributes:
       config: the validated `DomainConfig`.
       handle: the `DomainHandle` that programs take. Two Domains of equal sizes share compiled
         programs.
+
+    Keep a reference to a Domain for as long as its handle is used: one that nobody keeps is
+    released. A Domain that `jax_iser.nnx.attach` was given stays alive until it is closed.
 
     Raises:
       ValueError, TypeError: sizes that do not fit, naming both values.
@@ -79,17 +85,62 @@ class Domain:
       4
     """
 
-    def __init__(self, mesh, axis: str = "ep", *, ranks_per_device: int = 1, **sizes):
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axis: str = "ep",
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        max_tokens_per_rank: int,
+        ranks_per_device: int = 1,
+        num_helper_slots: int = 4,
+        dtype: Any = "float32",
+        weight_dtype: Any = None,
+        num_layers: int = 1,
+        bank: str = "shared",
+        min_group_size: int = 4,
+        min_routes: int = 0,
+        gain_threshold: int = 0,
+        resident: bool = False,
+        copy_rule: str = "owner_direct",
+        max_routes_per_rank: int | None = None,
+        timeout_s: float = 120.0,
+        startup_timeout_s: float | None = None,
+        poison: bool = False,
+        copy_sms: int | None = None,
+        **unknown: Never,
+    ):
+        _check_names(unknown)
         _check_mesh(mesh, axis)
-        _check_names(sizes)
-        if ranks_per_device < 1:
-            raise ValueError(f"ranks_per_device={ranks_per_device} is below 1")
+        check_integer("ranks_per_device", ranks_per_device, least=1)
         self.mesh, self.axis = mesh, axis
         self.config = DomainConfig(
             num_ranks=mesh.shape[axis] * ranks_per_device,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            max_tokens_per_rank=max_tokens_per_rank,
             ranks_per_device=ranks_per_device,
+            num_helper_slots=num_helper_slots,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            num_layers=num_layers,
+            bank=bank,
+            min_group_size=min_group_size,
+            min_routes=min_routes,
+            gain_threshold=gain_threshold,
+            resident=resident,
+            copy_rule=copy_rule,
+            max_routes_per_rank=max_routes_per_rank,
+            timeout_s=timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            poison=poison,
+            copy_sms=copy_sms,
             platform=_platform_of(mesh),
-            **sizes,
         )
         self._devices = list(mesh.devices.flat)
         is_multi_process = _bootstrap.process_count(self._devices) > 1
@@ -156,6 +207,7 @@ class Domain:
         self._is_open = False
         self._dropped.detach()
         _open_domains.discard(self)
+        _kept_domains.discard(self)
         self._runtime.close(wait_s)
 
     def _part(self) -> IserError | None:
@@ -302,7 +354,10 @@ def _check_mesh(mesh, axis):
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh")
     if axis not in mesh.shape:
-        raise ValueError(f'axis "{axis}" is not among the mesh axes {tuple(mesh.axis_names)}')
+        raise ValueError(
+            f'axis "{axis}" is not among the mesh axes {tuple(mesh.axis_names)}; pass the name of '
+            "the expert-parallel one: Domain(mesh, axis, ...)"
+        )
     others = {name: size for name, size in mesh.shape.items() if name != axis and size > 1}
     if others:
         raise ValueError(
@@ -313,22 +368,17 @@ def _check_mesh(mesh, axis):
     _platform_of(mesh)
 
 
-def _check_names(sizes):
-    """TypeError, with the remedy, for names that are no options or are missing."""
-    fields = dataclasses.fields(DomainConfig)
+def _check_names(unknown):
+    """TypeError, with the remedy, for names that are no options."""
     of_mesh = {"num_ranks": "axis size * ranks_per_device", "platform": "that of the devices"}
-    options = [field.name for field in fields if field.name not in of_mesh]
-    for name in sizes:
+    fields = (field.name for field in dataclasses.fields(DomainConfig))
+    options = [name for name in fields if name not in of_mesh]
+    for name in unknown:
         if name in of_mesh:
             raise TypeError(f"{name} follows from the mesh ({of_mesh[name]}); leave it out")
-        if name not in options:
-            close = difflib.get_close_matches(name, options, 1)
-            remedy = f"did you mean {close[0]}?" if close else "options: " + ", ".join(options)
-            raise TypeError(f"a Domain has no option {name}; {remedy}")
-    required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    missing = [name for name in required if name in options and name not in sizes]
-    if missing:
-        raise TypeError(f"a Domain needs {', '.join(missing)} too (see jax_iser.DomainConfig)")
+        close = difflib.get_close_matches(name, options, 1)
+        remedy = f"did you mean {close[0]}?" if close else "options: " + ", ".join(options)
+        raise TypeError(f"a Domain has no option {name}; {remedy}")
 
 
 def _platform_of(mesh) -> str:
@@ -347,6 +397,23 @@ def _make_runtime(config, devices, is_multi_process):
     from jax_iser._cuda import CudaRuntime
 
     return CudaRuntime(config, devices, is_multi_process)
+
+
+def keep_open(domain: Domain | DomainHandle) -> None:
+    """Keeps an open Domain of this process alive until it is closed, whoever drops it."""
+    words = domain.words if isinstance(domain, DomainHandle) else domain.handle.words
+    _kept_domains.update(each for each in _open_domains if each.handle.words is words)
+
+
+def _refuse_as_operand(domain):
+    raise TypeError(
+        "a jax_iser.Domain is passed where arrays belong; pass domain.handle to a program, and "
+        "give a Flax module its Domain by jax_iser.nnx.attach(model, domain)"
+    )
+
+
+# Otherwise a jitted function that is given a Domain fails in jax's words, without the remedy.
+jax.tree_util.register_pytree_node(Domain, _refuse_as_operand, lambda _, children: children)
 
 
 def _wait_for_results(devices):

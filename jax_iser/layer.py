@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_iser import fp8
 from jax_iser.fused_moe import fused_moe
 from jax_iser.planner import Plan
 from jax_iser.reference.fused_moe import fused_moe as reference_fused_moe
-from jax_iser.replication import ExpertWeights, check_start_arguments, start
+from jax_iser.replication import (
+    ExpertWeights,
+    as_i32,
+    check_layer,
+    check_start_arguments,
+    start,
+)
 
 METHODS = ("fused", "reference")
 
@@ -100,8 +105,9 @@ def moe_layer(
         # What it closes over becomes an operand, so that it gets a gradient.
         shared_expert, captured = jax.closure_convert(shared_expert, x)
     call = _differentiable(shared_expert, balance, axis_name)
-    scalars = (jnp.asarray(layer, jnp.int32), jnp.asarray(weights_version, jnp.int32))
-    return call((x, topk_weights, weights, captured), topk_ids, domain, *scalars)
+    layer = check_layer(layer, domain.config.num_layers)
+    version = as_i32("weights_version", weights_version)
+    return call((x, topk_weights, weights, captured), topk_ids, domain, layer, version)
 
 
 def _differentiable(shared_expert, balance, axis_name):

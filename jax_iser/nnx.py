@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_iser import _fits, fp8
 from jax_iser.config import WEIGHT_DTYPES, dtype_name
-from jax_iser.domain import Domain, DomainHandle
+from jax_iser.domain import Domain, DomainHandle, keep_open
 from jax_iser.layer import ExpertWeights, moe_layer
 from jax_iser.planner import Plan
 from jax_iser.reference.layer import moe_layer as reference_layer
@@ -421,7 +421,8 @@ def attach(model: nnx.Module, domain: Domain | DomainHandle | None) -> None:
 
     The handle is a variable of the module: it travels into `nnx.jit` with the model's state, so a
     closed and remade Domain is attached again without recompilation. It means nothing to another
-    process: attach a restored model again.
+    process: attach a restored model again. The Domain stays alive until it is closed, even where
+    the caller keeps no reference to it; a detached one does too.
 
     Raises:
       ValueError: no MoE in the model, a stacked one, a closed Domain, or one that was made for
@@ -440,6 +441,7 @@ def attach(model: nnx.Module, domain: Domain | DomainHandle | None) -> None:
         for name, module in modules.items():
             _fits.check_module(module, handle, name)
         _fits.check_layers(modules, handle.config)
+        keep_open(handle)
     for module in modules.values():
         module.domain = None if handle is None else AttachedDomain(_copy_of(handle))
 

@@ -238,10 +238,12 @@ def plan(topk_ids: jax.Array, domain, *, layer=0, weights_version=0, balance="ha
     """
     from jax_iser import _ffi
     from jax_iser.fused_moe import plan_results
-    from jax_iser.replication import call_params, check_tokens
+    from jax_iser.replication import call_params, check_balance, check_handle, check_tokens
 
+    check_handle(domain)
+    check_balance(balance)
     check_tokens("topk_ids", topk_ids, domain.config.top_k, domain.config, "int32")
-    params = call_params(layer, weights_version, balance)
+    params = call_params(layer, weights_version, balance, domain.config)
     results = plan_results(domain.config, topk_ids.shape)
     operands = (domain.words, params, topk_ids)
     route_slot, *common = _ffi.call("plan", domain.config, results, *operands)

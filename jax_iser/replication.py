@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
 from jax_iser import _ffi, fp8
 from jax_iser.config import DomainConfig
 from jax_iser.domain import DomainHandle
 
+BALANCES = ("haloq", "none")
 VMAP_REMEDY = (
     "vmap over a jax_iser call is not supported: all ranks take part in each call; fold the mapped "
     'axis into the tokens, or use method="reference" with balance="none"'
@@ -56,10 +58,31 @@ def not_mapped(call):
     return wrapped
 
 
-def call_params(layer, weights_version, balance) -> jax.Array:
+def as_i32(name: str, value) -> jax.Array:
+    """An operand that is one integer, as i32; TypeError for anything else, such as 1.5 or True."""
+    scalar = jnp.asarray(value)
+    if scalar.ndim != 0 or not jnp.issubdtype(scalar.dtype, jnp.integer):
+        what = f"{scalar.dtype} of shape {scalar.shape}" if scalar.ndim else repr(value)
+        raise TypeError(f"{name} is {what}, expected one integer; it may be a traced i32 scalar")
+    return scalar.astype(jnp.int32)
+
+
+def check_layer(layer, num_layers: int) -> jax.Array:
+    """The layer as i32; ValueError where it is known to be outside `num_layers`."""
+    is_known = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+    if is_known and not 0 <= layer < num_layers:
+        raise ValueError(
+            f"layer={layer} is outside the Domain's num_layers={num_layers}; make the Domain with "
+            "a larger num_layers, or number the layers from 0"
+        )
+    return as_i32("layer", layer)
+
+
+def call_params(layer, weights_version, balance, config) -> jax.Array:
     """Operand `[3] i32` of a call: layer, weights_version, whether to balance."""
-    values = (layer, weights_version, balance == "haloq")
-    return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
+    version = as_i32("weights_version", weights_version)
+    is_balanced = jnp.int32(balance == "haloq")
+    return jnp.stack([check_layer(layer, config.num_layers), version, is_balanced])
 
 
 def _make_call(config):
@@ -107,19 +130,15 @@ def start(
       ValueError, TypeError: operands that do not fit the Domain.
     """
     check_start_arguments(x, topk_ids, weights, domain, balance)
-    params = call_params(layer, weights_version, balance)
+    params = call_params(layer, weights_version, balance, domain.config)
     words, x = _make_call(domain.config)(domain.words, params, topk_ids, x, *weights)
     return Ticket(words, domain.config), x
 
 
 def check_start_arguments(x, topk_ids, weights, domain, balance) -> None:
     """Raises ValueError or TypeError, naming both values, where operands do not fit."""
-    if not isinstance(domain, DomainHandle):
-        raise TypeError(
-            f"domain is a {type(domain).__name__}, expected a DomainHandle; pass domain.handle"
-        )
-    if balance not in ("haloq", "none"):
-        raise ValueError(f"balance={balance!r} is not one of haloq, none")
+    check_handle(domain)
+    check_balance(balance)
     config = domain.config
     if domain.words.shape[0] != 1:
         raise ValueError(
@@ -131,6 +150,20 @@ def check_start_arguments(x, topk_ids, weights, domain, balance) -> None:
     if x.shape[0] != topk_ids.shape[0]:
         raise ValueError(f"x has {x.shape[0]} tokens, topk_ids has {topk_ids.shape[0]}")
     check_weights(weights, config)
+
+
+def check_handle(domain) -> None:
+    """Raises TypeError, with the remedy, for what is no `DomainHandle`."""
+    if not isinstance(domain, DomainHandle):
+        raise TypeError(
+            f"domain is a {type(domain).__name__}, expected a DomainHandle; pass domain.handle"
+        )
+
+
+def check_balance(balance) -> None:
+    """Raises ValueError for what is no way to balance."""
+    if balance not in BALANCES:
+        raise ValueError(f"balance={balance!r} is not one of {', '.join(BALANCES)}")
 
 
 def check_tokens(name, array, width, config, dtype) -> None:
@@ -160,6 +193,11 @@ def check_weights(weights, config) -> None:
         raise ValueError(
             f"gate, up, down have shapes {[plane.shape for plane in weights]}: stack all of them "
             "over the same number of layers, or none"
+        )
+    if stacks == {0}:
+        raise ValueError(
+            f"gate, up, down have shapes {[plane.shape for plane in weights]}: they are stacked "
+            "over 0 layers; stack those of one layer or more"
         )
     for name, plane, shape in zip(
         ("gate", "up", "down"), weights, _plane_shapes(config), strict=True

@@ -1,6 +1,9 @@
 """What bad input does, exactly: the error's words, or the defined result."""
 
+import dataclasses
 import functools
+import inspect
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from layers import (
     dense_numpy,
     jitted_layer,
     make_domain,
+    make_fp8_problem,
     make_problem,
     mesh_of,
     run_layer,
@@ -158,8 +162,41 @@ def test_unknown_option_of_a_domain():
         jax_iser.Domain(mesh_of(8), AXIS, **SIZES, helper_slots=4)
     with pytest.raises(TypeError, match=r"num_ranks follows from the mesh .*; leave it out"):
         jax_iser.Domain(mesh_of(8), AXIS, **SIZES, num_ranks=4)
-    with pytest.raises(TypeError, match=r"a Domain needs top_k, hidden_size, .* too"):
+    words = "missing 4 required keyword-only arguments: 'top_k', 'hidden_size'"
+    with pytest.raises(TypeError, match=words):
         jax_iser.Domain(mesh_of(8), AXIS, num_experts=16)
+
+
+def test_the_signature_of_a_domain_is_that_of_its_configuration():
+    named = {
+        name: each.default
+        for name, each in inspect.signature(jax_iser.Domain).parameters.items()
+        if each.kind == each.KEYWORD_ONLY
+    }
+    fields = {
+        field.name: inspect.Parameter.empty
+        if field.default is dataclasses.MISSING
+        else field.default
+        for field in dataclasses.fields(DomainConfig)
+        if field.name not in ("num_ranks", "platform")
+    }
+    assert named == fields
+    odd = {
+        "num_helper_slots": 3,
+        "min_group_size": 2,
+        "min_routes": 5,
+        "gain_threshold": 1100,
+        "copy_rule": "sami",
+        "num_layers": 3,
+        "bank": "per_layer",
+        "resident": True,
+        "max_routes_per_rank": 77,
+        "timeout_s": 61.0,
+        "startup_timeout_s": 62.0,
+        "poison": True,
+    }
+    with make_domain(PROBLEM, **odd) as own:
+        assert {name: getattr(own.config, name) for name in odd} == odd
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
@@ -183,6 +220,10 @@ def test_meshes_that_do_not_fit():
         jax_iser.Domain(jax.devices(), AXIS, **SIZES)
     with pytest.raises(ValueError, match=r'axis "tp" is not among the mesh axes \(\'ep\',\)'):
         jax_iser.Domain(mesh_of(8), "tp", **SIZES)
+    with pytest.raises(ValueError, match=r"\('ep',\); pass the name of the expert-parallel one"):
+        jax_iser.Domain(mesh_of(8), "tp", **SIZES)
+    with pytest.raises(TypeError, match=r"ranks_per_device=1\.5 is not an integer"):
+        jax_iser.Domain(mesh_of(8), AXIS, **SIZES, ranks_per_device=1.5)
     square = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", AXIS))
     with pytest.raises(ValueError, match=r"spans axis \"ep\" alone, .* \{'dp': 2\}"):
         jax_iser.Domain(square, AXIS, **SIZES)
@@ -348,7 +389,7 @@ def test_layer_outside_the_domain(layer):
         call = jax.jit(
             lambda layer: apply_layer(own.mesh, *PROBLEM.operands, own.handle, layer=layer)
         )
-        words = rf"IserError: layer {layer} is outside the Domain's num_layers=1"
+        words = rf"IserError: layer {layer} is outside the Domain's num_layers=1; make the Domain"
         with pytest.raises(jax.errors.JaxRuntimeError, match=words):
             jax.block_until_ready(call(jnp.int32(layer)))
         own.check()  # the call did not begin: the Domain goes on
@@ -361,17 +402,59 @@ def test_layer_outside_the_stack():
         call = jax.jit(
             lambda layer: apply_layer(own.mesh, *problem.operands, own.handle, layer=layer)
         )
-        words = "IserError: layer 2 is outside the 2 stacked layers"
+        words = "IserError: layer 2 is outside the 2 stacked layers; pass weights stacked over all"
         with pytest.raises(jax.errors.JaxRuntimeError, match=words):
             jax.block_until_ready(call(jnp.int32(2)))
         jax.block_until_ready(call(jnp.int32(1)))
+
+
+def test_layers_that_are_known_when_a_program_is_traced(domain):
+    call = functools.partial(apply_layer, domain.mesh, *PROBLEM.operands, domain.handle)
+    for layer, kind, words in (
+        (1, ValueError, "layer=1 is outside the Domain's num_layers=1; make the Domain"),
+        (-1, ValueError, "layer=-1 is outside"),
+        (1.5, TypeError, r"layer is 1\.5, expected one integer"),
+        (True, TypeError, "layer is True, expected one integer"),
+    ):
+        with pytest.raises(kind, match=words):
+            call(layer=layer)
+    with pytest.raises(TypeError, match="weights_version is float32 of shape"):
+        call(weights_version=jnp.ones(2))
+
+
+@pytest.mark.parametrize("make", [make_problem, make_fp8_problem])
+def test_weights_stacked_over_no_layer(monkeypatch, make):
+    problem = make("W2", num_layers=1)
+    weights = jax_iser.ExpertWeights(*(plane[:0] for plane in problem.weights))
+    operands = (*problem.operands[:3], weights)
+    with make_domain(problem) as own:
+        call = jax.jit(functools.partial(apply_layer, own.mesh, layer=0))
+        with pytest.raises(ValueError, match=r"they are stacked over 0 layers; stack those of one"):
+            call(*operands, own.handle)
+        for module in (jax_iser.replication, sys.modules["jax_iser.fused_moe"]):
+            monkeypatch.setattr(module, "check_weights", lambda *_: None)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="IserError: weights are stacked over"):
+            jax.block_until_ready(call(*operands, own.handle))
+
+
+def test_a_domain_as_an_operand_of_a_program(domain):
+    words = r"a jax_iser\.Domain is passed where arrays belong; pass domain\.handle"
+    with pytest.raises(TypeError, match=words):
+        jitted_layer(domain.mesh)(*PROBLEM.operands, domain)
+    with pytest.raises(TypeError, match=r"domain is a Domain, .* pass domain\.handle"):
+        jax_iser.plan(PROBLEM.topk_ids, domain)
+    with pytest.raises(ValueError, match="balance='some' is not one of haloq, none"):
+        jax_iser.plan(PROBLEM.topk_ids, domain.handle, balance="some")
 
 
 def test_handle_of_a_closed_domain():
     with make_domain(PROBLEM) as own:
         handle = own.handle
         expected, _ = jitted_layer(own.mesh)(*PROBLEM.operands, handle)
-    words = r"IserError: Domain \d+ is closed; pass the handle of an open Domain as an argument"
+    words = (
+        r"IserError: Domain \d+ is closed, or was released because nothing kept it: attach the "
+        r"open Domain again \(jax_iser\.nnx\.attach\(model, domain\)\), or pass its handle"
+    )
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
         jax.block_until_ready(jitted_layer(mesh_of(8))(*PROBLEM.operands, handle))
     assert_same_bits(run_layer(PROBLEM)[0], expected)
@@ -434,7 +517,7 @@ def test_a_program_that_fails_between_start_and_fused_moe():
     def on_device(x, ids, topk_weights, weights, handle):
         def shared_expert(x):
             after_start = ids + (0 * x[:, :2]).astype(jnp.int32)
-            broken = jax_iser.plan(after_start, handle, layer=5)
+            broken = jax_iser.plan(after_start, handle, layer=5 + 0 * after_start[0, 0])
             return x + broken.load.sum()
 
         return jax_iser.moe_layer(

@@ -1,7 +1,9 @@
 """The NNX module outside jit, and how a Domain is attached to it."""
 
 import functools
+import gc
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +169,34 @@ def test_a_closed_domain_is_not_attached():
     with make_domain(mesh, max_tokens_per_rank=48) as own:
         pass
     refused(ValueError, "this Domain is closed; make a new one", attach, make_moe(mesh), own)
+
+
+@pytest.mark.parametrize("given", [lambda domain: domain, lambda domain: domain.handle])
+def test_an_attached_domain_lives_until_it_is_closed(given):
+    moe, domains = make_moe(make_mesh(2)), []
+
+    def attach_one():
+        domain = make_domain(moe.mesh, max_tokens_per_rank=48)
+        domains.append(weakref.ref(domain))
+        attach(moe, given(domain))
+
+    attach_one()
+    gc.collect()
+    assert np.isfinite(np.asarray(moe(inputs()))).all()
+    domains[0]().close()
+    gc.collect()
+    assert domains[0]() is None  # nothing else keeps it
+
+
+def test_a_domain_that_was_remade_but_not_attached():
+    moe, call = make_moe(make_mesh(2)), nnx.jit(lambda moe, x: moe(x))
+    with make_domain(moe.mesh, max_tokens_per_rank=48) as own:
+        attach(moe, own)
+        call(moe, inputs())
+    with make_domain(moe.mesh, max_tokens_per_rank=48):
+        words = r"Domain \d+ is closed, .* attach the open Domain again \(jax_iser\.nnx\.attach"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+            call(moe, inputs()).block_until_ready()
 
 
 def test_layers_of_a_model_fit_the_domain(domain):

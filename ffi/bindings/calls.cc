@@ -70,8 +70,9 @@ Target find_target(const uint32_t* words, size_t count, int64_t sizes) {
   if (!domain) {
     return {nullptr, nullptr,
             "Domain " + std::to_string(words[0]) +
-                " is closed; pass the handle of an open Domain as an argument "
-                "of the program, not as a constant captured by it"};
+                " is closed, or was released because nothing kept it: attach the open Domain "
+                "again (jax_iser.nnx.attach(model, domain)), or pass its handle as an argument of "
+                "the program, not as a constant captured by it"};
   }
   Device* device = domain->device_of(static_cast<int32_t>(words[1]));
   if (!device) {
@@ -96,7 +97,7 @@ const uint8_t* plane_of(const CallSizes& sizes, const ffi::AnyBuffer& plane, int
   if (!error->empty()) return nullptr;
   if (num_stacked > 0 && layer >= num_stacked) {
     *error = "layer " + std::to_string(layer) + " is outside the " + std::to_string(num_stacked) +
-             " stacked layers";
+             " stacked layers; pass weights stacked over all layers, or a lower layer";
     return nullptr;
   }
   const size_t layer_bytes = num_stacked > 0 ? plane.size_bytes() / num_stacked : 0;
@@ -110,7 +111,8 @@ std::string read_call(const CallSizes& sizes, const I32& params, const I32& topk
   const int32_t* values = params.typed_data();
   if (values[0] < 0 || values[0] >= sizes.num_layers) {
     return "layer " + std::to_string(values[0]) +
-           " is outside the Domain's num_layers=" + std::to_string(sizes.num_layers);
+           " is outside the Domain's num_layers=" + std::to_string(sizes.num_layers) +
+           "; make the Domain with a larger num_layers, or number the layers from 0";
   }
   call->layer = values[0];
   call->weights_version = values[1];

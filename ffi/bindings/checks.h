@@ -83,6 +83,7 @@ inline std::string check_plane(const CallSizes& sizes, const xla::ffi::AnyBuffer
   const size_t num_dims = is_fp8 ? 2 : 3;
   const bool is_stacked = dims.size() == num_dims + 1;
   const int64_t layers = is_stacked ? dims[0] : 1;
+  if (layers < 1) return "weights are stacked over 0 layers; stack those of one layer or more";
   if (plane.size_bytes() != layers * bytes || (!is_stacked && dims.size() != num_dims)) {
     return "weights hold " + std::to_string(plane.size_bytes()) + " bytes a plane, expected " +
            std::to_string(layers * bytes);

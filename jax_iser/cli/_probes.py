@@ -230,9 +230,16 @@ def _run_skewed_layer(backend: str, dtype: str = "float32", size: int = 16) -> d
     weights = ExpertWeights(*draw((3, experts, size, size), np.float32).astype(x.dtype))
     ids = np.tile(np.arange(2, dtype=np.int32), (tokens, 1))
     shares = np.full((tokens, 2), 0.5, np.float32)
-    sizes = {"num_experts": experts, "hidden_size": size, "intermediate_size": size, "dtype": dtype}
     with Domain(
-        mesh, "ep", ranks_per_device=4, top_k=2, max_tokens_per_rank=tokens // 4, **sizes
+        mesh,
+        "ep",
+        ranks_per_device=4,
+        num_experts=experts,
+        top_k=2,
+        hidden_size=size,
+        intermediate_size=size,
+        max_tokens_per_rank=tokens // 4,
+        dtype=dtype,
     ) as domain:
         outputs = {}
         for balance in ("none", "haloq"):
