@@ -9,6 +9,7 @@ import operator
 import numpy as np
 
 from jax_iser import fp8
+from jax_iser.experts.bundle import PLANE_ALIGN, align_up
 from jax_iser.planner import check_plan_knobs
 
 DTYPES = {"float32": 4, "bfloat16": 2}
@@ -232,4 +233,4 @@ class DomainConfig:
     @property
     def bundle_bytes(self) -> int:
         """Bytes of one expert: its gate, up and down planes."""
-        return 3 * self.plane_bytes
+        return 3 * align_up(self.plane_bytes, PLANE_ALIGN)

@@ -222,9 +222,10 @@ def assert_same_bits(found, expected, what="output"):
 
 
 def bundle(problem: Problem, expert: int, layer=None) -> bytes:
-    """What a replica of the expert holds."""
+    """What a replica of the expert holds: each plane padded with zeros to whole 128 bytes."""
     planes = [plane if layer is None else plane[layer] for plane in problem.weights]
-    return b"".join(np.ascontiguousarray(plane[expert]).tobytes() for plane in planes)
+    planes = [np.ascontiguousarray(plane[expert]).tobytes() for plane in planes]
+    return b"".join(plane + bytes(-len(plane) % 128) for plane in planes)
 
 
 def assert_replicas(domain, problem: Problem, plan, layer=0, weights_layer=None) -> int:

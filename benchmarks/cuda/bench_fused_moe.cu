@@ -281,8 +281,7 @@ void bench_dense() {
 }
 
 // A rank's share of EP8: its experts, and as many rows as balanced routing sends it.
-void bench_share(WeightFormat format) {
-  const bool is_fp8 = format == WeightFormat::kFp8;
+void bench_share(bool is_fp8) {
   for (const Model& model : kModels) {
     if (std::string(model.name).find(only_model) == std::string::npos) continue;
     if (is_fp8 && (model.hidden % fp8::kBlock != 0 || model.intermediate % fp8::kBlock != 0)) {
@@ -298,7 +297,7 @@ void bench_share(WeightFormat format) {
                      model.hidden,
                      model.intermediate,
                      tokens};
-        p.weight_format = format;
+        p.has_fp8_weights = is_fp8;
         p.ids = draw(p.slots, tokens, p.top_k, exponent, 1);
         MoeWorld world(p, 1, 1);
         MoeRun run;
@@ -413,8 +412,8 @@ int main(int argc, char** argv) {
     return words.empty() || words.find(word) != std::string::npos;
   };
   if (has("dense")) bench_dense();
-  if (has("share")) bench_share(WeightFormat::kElements);
-  if (has("fp8")) bench_share(WeightFormat::kFp8);
+  if (has("share")) bench_share(false);
+  if (has("fp8")) bench_share(true);
   if (has("ranks")) bench_ranks();
   if (has("pair")) bench_pair();
   return 0;

@@ -52,7 +52,7 @@ __global__ void count_different(const uint4* a, const uint4* b, size_t count, ui
 // lines of memory and copy at two thirds of the rate.
 DomainShape shape_of(size_t bundle_bytes, int num_bundles) {
   const int intermediate = static_cast<int>(bundle_bytes / 384 * 8);
-  return {{2, 2 * num_bundles, num_bundles}, 1, 8, intermediate, 1, 2, 1, 0};
+  return make_shape({2, 2 * num_bundles, num_bundles}, 1, 8, intermediate, 1, 2, 1);
 }
 
 // Two ranks, a GPU each; rank 0 exports `num_bundles` experts to rank 1.
@@ -125,7 +125,7 @@ class Pair {
     for (int d = 0; d < 2; ++d) call(d, 0);
     world.synchronize();
     CHECK_CUDA(cudaSetDevice(1));
-    const size_t plane = world.shape.plane_bytes();
+    const size_t plane = world.layout.bundle.planes[kGatePlane].bytes;
     for (int i = 0; i < 3 * num_bundles; ++i) {
       const uint8_t* source = world.weights(0, i % 3) + i / 3 * plane;
       count_different<<<256, 256>>>(reinterpret_cast<const uint4*>(source),
@@ -192,13 +192,13 @@ class Pair {
   }
   void fill() const {
     std::mt19937_64 random(1);
-    std::vector<uint64_t> words(world.shape.plane_bytes() / 8);
+    std::vector<uint64_t> words(world.layout.bundle.planes[kGatePlane].bytes / 8);
     for (uint64_t& word : words) word = random();
     for (int i = 0; i < 3 * num_bundles; ++i) {
       words[i % words.size()] = i;  // planes differ, so that a mix-up shows
       const int bundle = i / 3, plane = i % 3;
-      World::set(world.weights(0, plane) + bundle * world.shape.plane_bytes(), words.data(),
-                 words.size());
+      World::set(world.weights(0, plane) + bundle * world.layout.bundle.planes[kGatePlane].bytes,
+                 words.data(), words.size());
     }
   }
 

@@ -90,10 +90,10 @@ Target find_target(const uint32_t* words, size_t count, int64_t sizes) {
 }
 
 // The device's first expert of `layer` in a plane [V*H, a, b] or a stack [L, V*H, a, b].
-const uint8_t* plane_of(const CallSizes& sizes, const ffi::AnyBuffer& plane, int32_t layer,
-                        std::string* error) {
+const uint8_t* plane_of(const CallSizes& sizes, int32_t index, const ffi::AnyBuffer& plane,
+                        int32_t layer, std::string* error) {
   int32_t num_stacked = 0;
-  *error = check_plane(sizes, plane, &num_stacked);
+  *error = check_plane(sizes, index, plane, &num_stacked);
   if (!error->empty()) return nullptr;
   if (num_stacked > 0 && layer >= num_stacked) {
     *error = "layer " + std::to_string(layer) + " is outside the " + std::to_string(num_stacked) +
@@ -135,8 +135,8 @@ ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 top
   if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumHandleWords);
   if (!error.empty()) return failed(error);
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
-  for (int i = 0; i < 3; ++i) {
-    call.weights[i] = plane_of(sizes, *planes[i], call.layer, &error);
+  for (int i = 0; i < kNumWeightPlanes; ++i) {
+    call.weights[i] = plane_of(sizes, i, *planes[i], call.layer, &error);
     if (!call.weights[i]) return failed(error);
   }
   uint32_t* words = ticket->typed_data();
@@ -185,8 +185,8 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
                          load_before, load,       status, generation};
   if (error.empty()) error = check_fused(sizes, num_tokens, x, topk_weights, *y, plan);
   const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
-  for (int i = 0; i < 3 && error.empty(); ++i) {
-    const uint8_t* plane = plane_of(sizes, *planes[i], invocation->call.layer, &error);
+  for (int i = 0; i < kNumWeightPlanes && error.empty(); ++i) {
+    const uint8_t* plane = plane_of(sizes, i, *planes[i], invocation->call.layer, &error);
     if (error.empty() && plane != invocation->call.weights[i]) {
       error = "weights moved between start and fused_moe; pass the same arrays to both";
     }

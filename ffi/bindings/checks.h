@@ -64,12 +64,12 @@ inline std::string count_tokens(const CallSizes& sizes, xla::ffi::Span<const int
   return "";
 }
 
-// A plane [V*H, a, b], with FP8 [V*H, bytes], or a stack [L, V*H, ...] with L in `num_stacked`,
-// which is 0 otherwise.
-inline std::string check_plane(const CallSizes& sizes, const xla::ffi::AnyBuffer& plane,
-                               int32_t* num_stacked) {
+// Plane `index` [V*H, a, b], with FP8 [V*H, bytes], or a stack [L, V*H, ...] with L in
+// `num_stacked`, which is 0 otherwise.
+inline std::string check_plane(const CallSizes& sizes, int32_t index,
+                               const xla::ffi::AnyBuffer& plane, int32_t* num_stacked) {
   const int64_t experts = int64_t{sizes.ranks_per_device} * sizes.shape.slots.num_home();
-  const size_t bytes = experts * sizes.shape.plane_bytes();
+  const size_t bytes = experts * sizes.shape.bundle().planes[index].bytes;
   const bool is_fp8 = sizes.shape.is_fp8();
   std::string error;
   if (!is_fp8) error = check_dtype(sizes, "a plane of the weights", plane.element_type());

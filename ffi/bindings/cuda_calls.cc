@@ -89,11 +89,12 @@ void poison(const DomainSetup& setup, const cuda::FusedLaunch& launch, cudaStrea
 }
 
 // The planes as the plan publishes them: the device's first expert of the first layer.
-std::string read_planes(const CallSizes& sizes, const ffi::AnyBuffer* const (&planes)[3],
-                        const uint8_t* (&weights)[3], int32_t* num_stacked) {
-  for (int i = 0; i < 3; ++i) {
+std::string read_planes(const CallSizes& sizes,
+                        const ffi::AnyBuffer* const (&planes)[kNumWeightPlanes],
+                        const uint8_t* (&weights)[kMaxPlanes], int32_t* num_stacked) {
+  for (int i = 0; i < kNumWeightPlanes; ++i) {
     int32_t stacked = 0;
-    const std::string error = check_plane(sizes, *planes[i], &stacked);
+    const std::string error = check_plane(sizes, i, *planes[i], &stacked);
     if (!error.empty()) return error;
     if (i > 0 && stacked != *num_stacked) return "planes are stacked over different layers";
     *num_stacked = stacked;
@@ -142,16 +143,18 @@ void enqueue_start(DeviceRuntime& runtime, const DomainSetup& setup, cuda::Start
   if (runtime.in_flight.size() == DeviceRuntime::kNumCells) {
     runtime.in_flight.erase(runtime.in_flight.begin());
   }
-  runtime.in_flight.push_back({{plan.weights[0], plan.weights[1], plan.weights[2]}, index});
+  DeviceRuntime::Started started{{}, index};
+  std::copy_n(plan.weights, kMaxPlanes, started.weights);
+  runtime.in_flight.push_back(started);
 }
 
 // MAIN waits for the plan of the youngest call with these weights: COPY plans in order, so that
 // whichever of them this is has been planned too.
-void wait_planned(DeviceRuntime& runtime, const uint8_t* const (&weights)[3], cudaStream_t main,
-                  Steps& steps) {
+void wait_planned(DeviceRuntime& runtime, const uint8_t* const (&weights)[kMaxPlanes],
+                  cudaStream_t main, Steps& steps) {
   auto& calls = runtime.in_flight;
   for (size_t i = calls.size(); i-- > 0;) {
-    if (!std::equal(weights, weights + 3, calls[i].weights)) continue;
+    if (!std::equal(weights, weights + kMaxPlanes, calls[i].weights)) continue;
     const uint32_t cell = calls[i].cell;
     calls.erase(calls.begin() + i);
     steps.then("waiting for the plan",
@@ -177,7 +180,7 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
   const PlanBuffers plan{route_slot,  broadcasts, quota,  num_broadcasts,
                          load_before, load,       status, generation};
   const ffi::AnyBuffer* const planes[] = {&gate, &up, &down};
-  const uint8_t* weights[3];
+  const uint8_t* weights[kMaxPlanes] = {};
   int32_t num_tokens = 0, num_stacked = 0;
   std::string error = count_tokens(sizes, x.dimensions(), sizes.shape.hidden, "x", &num_tokens);
   if (error.empty()) error = check_fused(sizes, num_tokens, x, topk_weights, *y, plan);
@@ -199,7 +202,7 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
   launch.dtype = setup.dtype;
   launch.x = x.untyped_data();
   launch.topk_weights = topk_weights.typed_data();
-  std::copy_n(weights, 3, launch.weights);
+  std::copy_n(weights, kMaxPlanes, launch.weights);
   launch.num_stacked = num_stacked;
   launch.y = y->untyped_data();
   launch.plan = plan.outputs<PlanOutputs>();

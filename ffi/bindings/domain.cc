@@ -192,12 +192,20 @@ std::shared_ptr<cpu::Domain> find_domain(uint32_t id) {
 }
 
 void bind_domain(nb::module_& m) {
+  nb::class_<Activation>(m, "Activation")
+      .def(
+          "__init__",
+          [](Activation* self, int kind, float limit, float alpha, float offset) {
+            new (self) Activation{static_cast<ActivationKind>(kind), limit, alpha, offset};
+          },
+          nb::arg("kind"), nb::arg("limit"), nb::arg("alpha"), nb::arg("offset"));
   nb::class_<DomainShape>(m, "DomainShape")
       .def(
           "__init__",
           [](DomainShape* self, int num_ranks, int num_experts, int num_helper_slots, int top_k,
              int hidden, int intermediate, int max_tokens, int element_bytes, int num_banks,
-             int num_staged, int weight_format) {
+             int num_staged, int weight_format, int token_format, bool has_biases,
+             const Activation& activation) {
             new (self) DomainShape{{num_ranks, num_experts, num_helper_slots},
                                    top_k,
                                    hidden,
@@ -206,12 +214,30 @@ void bind_domain(nb::module_& m) {
                                    element_bytes,
                                    num_banks,
                                    num_staged,
-                                   static_cast<WeightFormat>(weight_format)};
+                                   static_cast<WeightFormat>(weight_format),
+                                   static_cast<TokenFormat>(token_format),
+                                   has_biases,
+                                   activation};
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_helper_slots"),
           nb::arg("top_k"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("max_tokens"),
           nb::arg("element_bytes"), nb::arg("num_banks"), nb::arg("num_staged"),
-          nb::arg("weight_format"))
+          nb::arg("weight_format"), nb::arg("token_format"), nb::arg("has_biases"),
+          nb::arg("activation"))
+      .def("planes",
+           [](const DomainShape& shape) {
+             nb::list planes;
+             const BundleLayout bundle = shape.bundle();
+             for (int32_t i = 0; i < bundle.num_planes; ++i) {
+               const PlaneLayout& plane = bundle.planes[i];
+               planes.append(nb::make_tuple(plane.rows, plane.columns, plane.element_bits,
+                                            plane.scale_block, plane.offset, plane.bytes,
+                                            plane.scales_offset));
+             }
+             return planes;
+           })
+      .def("bundle_bytes", &DomainShape::bundle_bytes)
+      .def("token_bytes", &DomainShape::token_bytes)
       .def("section_sizes", &section_sizes)
       .def("segment_bytes",
            [](const DomainShape& shape, int ranks) { return segment_bytes(shape, ranks); });

@@ -4,17 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ffi/core/activation.h"
+#include "ffi/core/bundle.h"
 #include "ffi/core/expert.h"
-#include "ffi/core/fp8.h"
 #include "ffi/core/protocol.h"
 
 namespace iser {
-
-// What weights are made of.
-enum class WeightFormat : int32_t {
-  kElements = 0,  // of x's dtype
-  kFp8 = 1,       // as ffi/core/fp8.h says; tokens are dispatched so too
-};
 
 // Sizes of a Domain; every rank of it has the same.
 struct DomainShape {
@@ -26,19 +21,20 @@ struct DomainShape {
   int32_t element_bytes;  // of x and y
   int32_t num_banks;
   int32_t num_staged;  // bundles a rank can stage for other processes
-  WeightFormat weight_format = WeightFormat::kElements;
+  WeightFormat weight_format;
+  TokenFormat token_format;
+  bool has_biases;
+  Activation activation;
 
   ISER_HD size_t max_routes() const { return static_cast<size_t>(max_tokens) * top_k; }
-  // One plane of a bundle: gate and up are [I, D], down is [D, I], all as large.
-  ISER_HD size_t plane_bytes() const {
-    return is_fp8() ? fp8::plane_bytes(hidden, intermediate)
-                    : static_cast<size_t>(hidden) * intermediate * element_bytes;
+  ISER_HD BundleLayout bundle() const {
+    return bundle_layout(weight_format, hidden, intermediate, has_biases);
   }
-  ISER_HD size_t bundle_bytes() const { return 3 * plane_bytes(); }
+  ISER_HD size_t bundle_bytes() const { return bundle().bytes; }
   ISER_HD size_t row_bytes() const { return static_cast<size_t>(hidden) * element_bytes; }
   // What is dispatched of a token.
-  ISER_HD size_t token_bytes() const { return is_fp8() ? fp8::token_bytes(hidden) : row_bytes(); }
-  ISER_HD bool is_fp8() const { return weight_format == WeightFormat::kFp8; }
+  ISER_HD size_t token_bytes() const { return token_bytes_of(token_format, hidden); }
+  ISER_HD bool is_fp8() const { return weight_format == WeightFormat::kFloat8Block128; }
 };
 
 constexpr size_t kBlockAlign = 128;
@@ -63,11 +59,8 @@ inline const char* section_name(Section section) {
   return kNames[static_cast<int>(section)];
 }
 
-ISER_HD inline size_t align_up(size_t bytes, size_t alignment) {
-  return (bytes + alignment - 1) / alignment * alignment;
-}
-
 struct BlockLayout {
+  BundleLayout bundle;  // of a helper slot and of a staged expert
   size_t offset[kNumSections];
   size_t bytes[kNumSections];
   size_t total;
@@ -78,14 +71,15 @@ struct BlockLayout {
 ISER_HD inline BlockLayout block_layout(const DomainShape& shape) {
   const size_t slots = shape.slots.num_helper_slots;
   BlockLayout layout{};
+  layout.bundle = shape.bundle();
   layout.bytes[0] = sizeof(RankWords);
   layout.bytes[1] = 2 * sizeof(int32_t) * shape.slots.num_experts;
   layout.bytes[2] = sizeof(int32_t) * shape.max_routes();
   layout.bytes[3] = sizeof(int32_t) * (shape.slots.num_slots() + 1);
   layout.bytes[4] = shape.token_bytes() * shape.max_tokens;
   layout.bytes[5] = shape.row_bytes() * shape.max_routes();
-  layout.bytes[6] = shape.bundle_bytes() * shape.num_banks * slots;
-  layout.bytes[7] = shape.bundle_bytes() * shape.num_staged;
+  layout.bytes[6] = layout.bundle.bytes * shape.num_banks * slots;
+  layout.bytes[7] = layout.bundle.bytes * shape.num_staged;
   for (int i = 0; i < kNumSections; ++i) {
     layout.offset[i] = layout.total;
     layout.total = align_up(layout.total + layout.bytes[i] + kGuardBytes, kBlockAlign);
@@ -114,10 +108,10 @@ struct BlockView {
   ISER_HD uint8_t* helper(const DomainShape& shape, int32_t bank, int32_t helper_idx) const {
     return section<uint8_t>(Section::kBanks) +
            (static_cast<size_t>(bank) * shape.slots.num_helper_slots + helper_idx) *
-               shape.bundle_bytes();
+               layout->bundle.bytes;
   }
-  ISER_HD uint8_t* staged(const DomainShape& shape, int32_t index) const {
-    return section<uint8_t>(Section::kStage) + index * shape.bundle_bytes();
+  ISER_HD uint8_t* staged(int32_t index) const {
+    return section<uint8_t>(Section::kStage) + index * layout->bundle.bytes;
   }
 };
 

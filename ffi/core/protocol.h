@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ffi/core/expert.h"
+#include "ffi/core/limits.h"
 
 namespace iser {
 
@@ -56,7 +57,7 @@ struct CallTag {
   int32_t is_balanced;
   int32_t is_plan_only;
   int32_t weights_version;
-  uint64_t weights[3];  // gate, up, down of the rank's first home expert, in its own process
+  uint64_t weights[kMaxPlanes];  // of the rank's first home expert, addresses in its own process
 };
 
 // Head of a process's segment. Arrival counters only grow: stage s of generation g is complete on

@@ -262,16 +262,16 @@ const PlacedMemory* Domain::find_placed(int32_t rank, uint64_t address) const {
 
 bool Domain::is_placed(int32_t rank, uint32_t generation) const {
   const CallTag& tag = block(rank).words()->tags[generation & 1];
-  return std::all_of(std::begin(tag.weights), std::end(tag.weights),
+  return std::all_of(tag.weights, tag.weights + bundle().num_planes,
                      [&](uint64_t address) { return find_placed(rank, address) != nullptr; });
 }
 
 bool Domain::home_planes(int32_t owner, int32_t expert, uint32_t generation,
-                         const uint8_t* planes[3]) const {
+                         const uint8_t* planes[kMaxPlanes]) const {
   const CallTag& tag = block(owner).words()->tags[generation & 1];
-  const size_t at =
-      static_cast<size_t>(expert % options.shape.slots.num_home()) * options.shape.plane_bytes();
-  for (int i = 0; i < 3; ++i) {
+  const size_t home_idx = expert % options.shape.slots.num_home();
+  for (int32_t i = 0; i < bundle().num_planes; ++i) {
+    const size_t at = home_idx * bundle().planes[i].bytes;
     if (is_local(owner)) {
       planes[i] = reinterpret_cast<const uint8_t*>(tag.weights[i]) + at;
       continue;

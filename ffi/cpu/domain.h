@@ -68,9 +68,9 @@ struct StartCall {
   int32_t weights_version;
   bool is_balanced;
   bool is_plan_only;
-  int32_t num_tokens;         // of one rank
-  const int32_t* topk_ids;    // [V*num_tokens, top_k]
-  const uint8_t* weights[3];  // gate, up, down of the device's first expert in this layer
+  int32_t num_tokens;                  // of one rank
+  const int32_t* topk_ids;             // [V*num_tokens, top_k]
+  const uint8_t* weights[kMaxPlanes];  // of the device's first expert in this layer
 };
 
 struct PlanOutputs {
@@ -195,6 +195,7 @@ class Domain {
 
   const DomainOptions options;
   const DomainShape& shape() const { return options.shape; }
+  const BundleLayout& bundle() const { return layout.bundle; }
   const BlockLayout layout;
 
   Device* device_of(int32_t first_rank);
@@ -228,9 +229,9 @@ class Domain {
 
   // The plan of the invocation; the first rank of this process to ask computes it.
   std::shared_ptr<SharedPlan> plan_for(const Invocation& invocation, int32_t rank);
-  // Where this process can read an expert's three planes at home; false when it must be staged.
+  // Where this process can read an expert's planes at home; false when it must be staged.
   bool home_planes(int32_t owner, int32_t expert, uint32_t generation,
-                   const uint8_t* planes[3]) const;
+                   const uint8_t* planes[kMaxPlanes]) const;
   // Whether other processes can read the rank's home experts in place.
   bool is_placed(int32_t rank, uint32_t generation) const;
   void add_placed(const PlacedMemory& memory);

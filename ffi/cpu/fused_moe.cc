@@ -119,16 +119,18 @@ struct TileRunner {
   void weights_of(int32_t slot, ExpertTile& tile) const {
     const DomainShape& shape = domain.shape();
     const int32_t home = shape.slots.num_home();
-    const uint8_t* planes[3];
-    if (slot < home) {
-      const size_t at = static_cast<size_t>(local_idx * home + slot) * shape.plane_bytes();
-      for (int i = 0; i < 3; ++i) planes[i] = invocation.call.weights[i] + at;
-    } else {
-      const uint8_t* bundle =
-          domain.block(rank).helper(shape, domain.bank_of(invocation.call.layer), slot - home);
-      for (int i = 0; i < 3; ++i) planes[i] = bundle + i * shape.plane_bytes();
+    const BundleLayout& bundle = domain.bundle();
+    const uint8_t* planes[kMaxPlanes];
+    const uint8_t* helper = nullptr;
+    if (slot >= home) {
+      helper = domain.block(rank).helper(shape, domain.bank_of(invocation.call.layer), slot - home);
     }
-    tile.gate = planes[0], tile.up = planes[1], tile.down = planes[2];
+    const size_t home_idx = static_cast<size_t>(local_idx) * home + slot;
+    for (int32_t i = 0; i < bundle.num_planes; ++i) {
+      planes[i] = helper ? helper + bundle.planes[i].offset
+                         : invocation.call.weights[i] + home_idx * bundle.planes[i].bytes;
+    }
+    tile.gate = planes[kGatePlane], tile.up = planes[kUpPlane], tile.down = planes[kDownPlane];
   }
 
   void run(const Wave& wave, size_t index) const {

@@ -20,9 +20,10 @@ void publish_counts(Domain& domain, const Invocation& invocation, int32_t rank, 
   CallTag& tag = block.words()->tags[invocation.generation & 1];
   tag = {invocation.generation, call.layer, call.num_tokens, call.is_balanced, call.is_plan_only,
          call.weights_version,  {}};
-  for (int i = 0; i < 3; ++i) {
+  const size_t first = static_cast<size_t>(local_idx) * shape.slots.num_home();
+  for (int32_t i = 0; i < domain.bundle().num_planes; ++i) {
     tag.weights[i] = reinterpret_cast<uint64_t>(call.weights[i]);
-    if (call.weights[i]) tag.weights[i] += local_idx * shape.slots.num_home() * shape.plane_bytes();
+    if (call.weights[i]) tag.weights[i] += first * domain.bundle().planes[i].bytes;
   }
   domain.arrive(Stage::kCounts, rank, invocation.generation);
 }

@@ -6,27 +6,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ffi/core/slices.h"
 #include "ffi/cpu/domain.h"
 
 namespace iser::cpu {
 namespace {
 
-constexpr size_t kSliceBytes = 256 << 10;
-
-struct Slice {
-  int plane;
-  size_t offset, bytes;
-};
-
-size_t slices_per_plane(const DomainShape& shape) {
-  return (shape.plane_bytes() + kSliceBytes - 1) / kSliceBytes;
-}
-
-Slice slice_at(const DomainShape& shape, size_t index) {
-  const size_t per_plane = slices_per_plane(shape), offset = index % per_plane * kSliceBytes;
-  return {static_cast<int>(index / per_plane), offset,
-          std::min(kSliceBytes, shape.plane_bytes() - offset)};
-}
+constexpr uint32_t kSliceBytes = 256 << 10;
 
 // How many earlier broadcasts the owner exports: the place of this one in its staging section.
 int32_t export_index(const SharedPlan& plan, int32_t index) {
@@ -46,30 +32,33 @@ bool has_remote_member(const Domain& domain, const Broadcast& row) {
 
 // Where this process reads the bundle: at home, or where the owner has staged it.
 void source_planes(const Domain& domain, const SharedPlan& plan, int32_t index,
-                   const uint8_t* planes[3]) {
+                   const uint8_t* planes[kMaxPlanes]) {
   const Broadcast& row = plan.broadcasts[index];
   if (domain.home_planes(row.owner, row.expert, plan.generation, planes)) return;
-  const uint8_t* staged = domain.block(row.owner).staged(domain.shape(), export_index(plan, index));
-  for (int i = 0; i < 3; ++i) planes[i] = staged + i * domain.shape().plane_bytes();
+  const BundleLayout& bundle = domain.bundle();
+  const uint8_t* staged = domain.block(row.owner).staged(export_index(plan, index));
+  for (int32_t i = 0; i < bundle.num_planes; ++i) planes[i] = staged + bundle.planes[i].offset;
 }
 
-// Stores slices first, first + step, ... to every member but the owner.
-void store_slices(Domain& domain, const Invocation& invocation, int32_t index, size_t first,
-                  size_t step) {
-  if (!domain.begin_reading()) return;
+// Stores the rank's share of a broadcast to every member but the owner.
+void store_slices(Domain& domain, const Invocation& invocation, int32_t index, int32_t rank) {
   const DomainShape& shape = domain.shape();
+  const BundleLayout& bundle = domain.bundle();
   const Broadcast& row = invocation.plan->broadcasts[index];
   const Group group = row.group(shape.slots.num_ranks);
+  const Share share = device_share(row, group, rank, 1);
+  if (share.first == share.last || !domain.begin_reading()) return;
   const int32_t bank = domain.bank_of(invocation.call.layer);
-  const uint8_t* planes[3];
+  const uint8_t* planes[kMaxPlanes];
   source_planes(domain, *invocation.plan, index, planes);
-  for (size_t j = first; j < 3 * slices_per_plane(shape); j += step) {
-    const Slice slice = slice_at(shape, j);
+  const uint32_t total = num_slices(bundle, kSliceBytes);
+  for (uint32_t j = share.first; j < total; j += share.step) {
+    const PlaneSlice slice = slice_at(bundle, j, kSliceBytes);
     for (int32_t r = group.begin; r < group.end; ++r) {
       if (r == row.owner) continue;
       uint8_t* helper = domain.block(r).helper(shape, bank, row.helper_idx);
-      std::memcpy(helper + slice.plane * shape.plane_bytes() + slice.offset,
-                  planes[slice.plane] + slice.offset, slice.bytes);
+      std::memcpy(helper + bundle.planes[slice.plane].offset + slice.begin,
+                  planes[slice.plane] + slice.begin, slice.bytes);
     }
   }
   domain.end_reading();
@@ -79,18 +68,18 @@ void store_slices(Domain& domain, const Invocation& invocation, int32_t index, s
 
 bool stage_bundles(Domain& domain, const Invocation& invocation, int32_t rank) {
   const SharedPlan& plan = *invocation.plan;
-  const DomainShape& shape = domain.shape();
+  const BundleLayout& bundle = domain.bundle();
   const bool is_staging = domain.is_multi_process() && !domain.is_placed(rank, plan.generation);
   for (int32_t b = 0; b < plan.num_broadcasts && is_staging; ++b) {
     const Broadcast& row = plan.broadcasts[b];
     if (row.owner != rank || static_cast<CopyWay>(row.how) != CopyWay::kSami) continue;
     if (!has_remote_member(domain, row)) continue;
     if (!domain.begin_reading()) return false;
-    const uint8_t* planes[3];
+    const uint8_t* planes[kMaxPlanes];
     domain.home_planes(rank, row.expert, plan.generation, planes);
-    uint8_t* staged = domain.block(rank).staged(shape, export_index(plan, b));
-    for (int i = 0; i < 3; ++i) {
-      std::memcpy(staged + i * shape.plane_bytes(), planes[i], shape.plane_bytes());
+    uint8_t* staged = domain.block(rank).staged(export_index(plan, b));
+    for (int32_t i = 0; i < bundle.num_planes; ++i) {
+      std::memcpy(staged + bundle.planes[i].offset, planes[i], bundle.planes[i].bytes);
     }
     domain.end_reading();
   }
@@ -105,20 +94,7 @@ bool replicate(Domain& domain, const Invocation& invocation, int32_t rank) {
     return false;
   }
   for (int32_t b = 0; b < plan.num_broadcasts; ++b) {
-    const Broadcast& row = plan.broadcasts[b];
-    const Group group = row.group(domain.shape().slots.num_ranks);
-    switch (static_cast<CopyWay>(row.how)) {
-      case CopyWay::kOwnerDirect:
-        if (row.owner == rank) store_slices(domain, invocation, b, 0, 1);
-        break;
-      case CopyWay::kSami:
-        if (group.contains(rank)) {
-          store_slices(domain, invocation, b, rank - group.begin, group.size());
-        }
-        break;
-      case CopyWay::kResident:
-        break;
-    }
+    store_slices(domain, invocation, b, rank);
   }
   return !domain.has_failed();
 }

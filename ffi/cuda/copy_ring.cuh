@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "ffi/core/slices.h"
 #include "ffi/cuda/bulk_copy.cuh"
 #include "ffi/cuda/replication.cuh"
-#include "ffi/cuda/slices.cuh"
 
 namespace iser::cuda {
 
@@ -30,8 +30,10 @@ struct SharedViews {
   uint64_t* full;           // [kNumRings, num_stages], the slice has been loaded
   uint64_t* empty;          // [kNumRings, num_stages], the slice has been read out
   uint8_t** blocks;         // [num_ranks]
-  uint64_t (*weights)[3];   // [num_ranks], planes of the first home expert
-  Broadcast* rows;          // [max_broadcasts]
+  BundleLayout* bundle;
+  uint32_t* num_slices;             // [kMaxPlanes]
+  uint64_t (*weights)[kMaxPlanes];  // [num_ranks], planes of the first home expert
+  Broadcast* rows;                  // [max_broadcasts]
   size_t bytes;
 };
 
@@ -46,17 +48,18 @@ __host__ __device__ inline SharedViews shared_views(const DomainShape& shape,
   views.full = reinterpret_cast<uint64_t*>(views.descriptors + stages);
   views.empty = views.full + stages;
   views.blocks = reinterpret_cast<uint8_t**>(views.empty + stages);
-  views.weights = reinterpret_cast<uint64_t(*)[3]>(views.blocks + ranks);
+  views.bundle = reinterpret_cast<BundleLayout*>(views.blocks + ranks);
+  views.weights = reinterpret_cast<uint64_t(*)[kMaxPlanes]>(views.bundle + 1);
   views.rows = reinterpret_cast<Broadcast*>(views.weights + ranks);
-  views.bytes =
-      reinterpret_cast<uint8_t*>(views.rows + ranks * shape.slots.num_helper_slots) - base;
+  views.num_slices = reinterpret_cast<uint32_t*>(views.rows + ranks * shape.slots.num_helper_slots);
+  views.bytes = reinterpret_cast<uint8_t*>(views.num_slices + kMaxPlanes) - base;
   return views;
 }
 
 // One slice of a plane on its way to a group.
 struct Slice {
   int32_t row;
-  uint64_t source, target;  // of the plane; the target in a block
+  uint64_t source, target, bytes;  // of the plane; the target in a block
   PlaneCut cut;
   uint64_t begin;  // of the slice, in what the copy engine takes and in what it does not
 };
@@ -104,7 +107,6 @@ struct Context {
   // whole ring, so what a plane's slices have in common is computed once.
   template <typename Visit>
   __device__ void for_each_slice(uint32_t worker, uint32_t num_workers, Visit visit) const {
-    const uint32_t per_plane = slices_per_plane(shape(), options().slice_bytes);
     uint32_t index = worker;  // of the worker's next slice, in the list that comes
     for (int32_t b = 0; b < num_rows; ++b) {
       const Broadcast& row = shared.rows[b];
@@ -112,26 +114,28 @@ struct Context {
           device_share(row, row.group(shape().slots.num_ranks), first_rank, ranks_per_device);
       for (uint32_t f = share.first; f < share.last; ++f) {
         uint32_t j = f + index * share.step;
-        for (int32_t plane = 0; plane < 3; ++plane) {
+        uint32_t begin = 0;  // the plane's first slice
+        for (int32_t plane = 0; plane < shared.bundle->num_planes; ++plane) {
           Slice slice = first_slice(b, plane);
-          const uint32_t begin = plane * per_plane, end = begin + per_plane;
+          const uint32_t end = begin + shared.num_slices[plane];
           for (; j < end; j += num_workers * share.step, index += num_workers) {
             slice.begin = static_cast<uint64_t>(j - begin) * options().slice_bytes;
             visit(slice);
           }
+          begin = end;
         }
-        index -= share.count(f, 3 * per_plane);
+        index -= share.count(f, begin);
       }
     }
   }
 
   __device__ Slice first_slice(int32_t b, int32_t plane) const {
     const Broadcast& row = shared.rows[b];
-    const uint64_t bytes = shape().plane_bytes();
+    const PlaneLayout& layout = shared.bundle->planes[plane];
     const uint64_t source =
-        shared.weights[row.owner][plane] + row.expert % shape().slots.num_home() * bytes;
-    const uint64_t target = bank + (3 * row.helper_idx + plane) * bytes;
-    return {b, source, target, cut_plane(source, target, bytes), 0};
+        shared.weights[row.owner][plane] + row.expert % shape().slots.num_home() * layout.bytes;
+    const uint64_t target = bank + row.helper_idx * shared.bundle->bytes + layout.offset;
+    return {b, source, target, layout.bytes, cut_plane(source, target, layout.bytes), 0};
   }
 
   // What the copy engine moves of the slice; 0 when there is nothing.
@@ -154,13 +158,21 @@ __device__ inline Context prepare(const ReplicationLaunch& launch, const DeviceT
   const int32_t max_rows = shape.slots.num_ranks * shape.slots.num_helper_slots;
   // One thread asks, for all: a failure that arrives meanwhile must not leave rows half filled.
   const bool is_off = __syncthreads_or(threadIdx.x == 0 && has_failed(table)) != 0;
-  const int32_t num_rows = is_off ? 0 : min_int(*table.plan.num_broadcasts, max_rows);
+  const int32_t planned = *table.plan.num_broadcasts;
+  const int32_t num_rows = is_off ? 0 : planned < max_rows ? planned : max_rows;
   const BlockView origin{nullptr, &table.layout};
-  bool is_ragged = shape.plane_bytes() % kBulkAlign != 0;
+  const BundleLayout& bundle = table.layout.bundle;
+  bool is_ragged = false;
+  if (threadIdx.x == 0) *shared.bundle = bundle;
+  if (threadIdx.x < bundle.num_planes) {
+    const PlaneLayout& plane = bundle.planes[threadIdx.x];
+    shared.num_slices[threadIdx.x] = num_slices(plane, launch.options.slice_bytes);
+    is_ragged = plane.bytes % kBulkAlign != 0;
+  }
   for (int32_t b = threadIdx.x; b < num_rows; b += kThreads) shared.rows[b] = rows[b];
   for (int32_t r = threadIdx.x; r < shape.slots.num_ranks; r += kThreads) {
     shared.blocks[r] = table.blocks[r];
-    for (int i = 0; i < 3; ++i) {
+    for (int32_t i = 0; i < bundle.num_planes; ++i) {
       shared.weights[r][i] = tags[r].tag.weights[i];
       is_ragged |= tags[r].tag.weights[i] % kBulkAlign != 0;
     }
@@ -266,12 +278,11 @@ __device__ inline void copy_bytes(const Context& context, const Slice& slice, ui
 
 // Both ends of a plane that stick out of whole words, or all of one that is not aligned.
 __device__ inline void copy_plain(const Context& context) {
-  const uint64_t plane_bytes = context.shape().plane_bytes();
   context.for_each_slice(blockIdx.x, gridDim.x, [&](const Slice& slice) {
     const PlaneCut& cut = slice.cut;
-    if (cut.body == plane_bytes) return;
+    if (cut.body == slice.bytes) return;
     const uint64_t slice_end = slice.begin + context.options().slice_bytes;
-    const uint64_t end = slice_end < plane_bytes ? slice_end : plane_bytes;
+    const uint64_t end = slice_end < slice.bytes ? slice_end : slice.bytes;
     const uint64_t body_end = cut.head + cut.body;
     copy_bytes(context, slice, slice.begin, end < cut.head ? end : cut.head);
     copy_bytes(context, slice, slice.begin > body_end ? slice.begin : body_end, end);

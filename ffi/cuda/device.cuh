@@ -51,7 +51,7 @@ struct DeviceRuntime {
   // Calls whose fused_moe has yet to come, oldest first. What start and fused_moe have in common on
   // the host is the weights.
   struct Started {
-    const void* weights[3];
+    const void* weights[kMaxPlanes];
     uint32_t cell;
   };
   std::vector<Started> in_flight;

@@ -67,7 +67,8 @@ MoeSizes moe_sizes(const DomainShape& shape, int32_t ranks_per_device, int32_t n
                  0,
                  {},
                  1,
-                 shape.weight_format};
+                 shape.weight_format,
+                 shape.token_format};
   const int64_t most = sizes.max_rows();
   sizes.wave_rows = static_cast<int32_t>(most < max_routes_per_rank ? most : max_routes_per_rank);
   sizes.wave_rows = at_least(sizes.wave_rows, 1);
@@ -123,8 +124,10 @@ bool make_maps(const MoeCall& call, MoeMaps* maps) {
   const uint64_t held = static_cast<uint64_t>(call.sizes.ranks_per_device) * call.sizes.wave_rows;
   const uint64_t layers = at_least(launch.num_stacked, 1);
   const uint64_t experts = layers * call.sizes.ranks_per_device * slots.num_home();
-  const uint64_t planes = 3ull * launch.shape.num_banks * slots.num_helper_slots;
-  const uint64_t plane_bytes = launch.shape.plane_bytes();
+  // The tensor engine's sizes leave no gaps between the planes of weights.
+  const uint64_t planes =
+      uint64_t{kNumWeightPlanes} * launch.shape.num_banks * slots.num_helper_slots;
+  const uint64_t plane_bytes = call.block.bundle.planes[kGatePlane].bytes;
   const bool is_fp8 = call.sizes.is_fp8();
   const int32_t bytes = is_fp8 ? 1 : 2;
   const uint32_t inner_box = is_fp8 ? Fp8Tiles::kInnerBox : Bf16Tiles::kInnerBox;
@@ -143,9 +146,9 @@ bool make_maps(const MoeCall& call, MoeMaps* maps) {
   };
   bool ok = rows_of(maps->rows, workspace.rows(), hidden, call.sizes.token_bytes()) &&
             rows_of(maps->inner, workspace.inner(), inner, call.sizes.inner_bytes()) &&
-            inner_of(maps->gate, launch.weights[0], experts) &&
-            inner_of(maps->up, launch.weights[1], experts) &&
-            hidden_of(maps->down, launch.weights[2], experts);
+            inner_of(maps->gate, launch.weights[kGatePlane], experts) &&
+            inner_of(maps->up, launch.weights[kUpPlane], experts) &&
+            hidden_of(maps->down, launch.weights[kDownPlane], experts);
   if (is_fp8) {
     const uint64_t scales = call.sizes.held_scales();
     ok = ok &&
@@ -249,7 +252,7 @@ const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DTyp
     return "num_sms and copy_sms must be 0 to 1024";
   }
   if (ranks_per_device < 1 || ranks_per_device > kMaxRanks || shape.slots.num_ranks > kMaxRanks) {
-    return "a Domain has at most 128 ranks";
+    return "a Domain has at most 72 ranks";
   }
   if (shape.slots.stride() > kMaxLocalSlots) {
     return "a rank has at most 2,048 home and helper slots: use more ranks";

@@ -54,11 +54,11 @@ struct FusedLaunch {
   int32_t num_tokens;  // of one rank, at most shape.max_tokens
   int32_t max_routes_per_rank;
   DType dtype;
-  const void* x;              // [V*num_tokens, hidden]
-  const float* topk_weights;  // [V*num_tokens, top_k]
-  const void* weights[3];     // gate, up [V*H, I, D], down [V*H, D, I]; planes of FP8 as fp8.h says
-  int32_t num_stacked;        // layers of a leading axis of the weights; 0 for none
-  void* y;                    // [V*num_tokens, hidden]
+  const void* x;                    // [V*num_tokens, hidden]
+  const float* topk_weights;        // [V*num_tokens, top_k]
+  const void* weights[kMaxPlanes];  // [V*H, ...] each, in the order of PlaneIndex
+  int32_t num_stacked;              // layers of a leading axis of the weights; 0 for none
+  void* y;                          // [V*num_tokens, hidden]
   PlanOutputs plan;
   void* workspace;   // fused_workspace_bytes, 128-byte aligned, holding anything
   uint64_t* stamps;  // [kNumStamps], zero, or null

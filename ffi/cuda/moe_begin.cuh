@@ -12,7 +12,6 @@ namespace iser::cuda {
 
 constexpr int kBeginThreads = 256, kScheduleThreads = 256;
 constexpr size_t kMaxSharedSegments = 160 * 1024;  // bytes; a larger schedule is made in place
-constexpr int kMaxLocalSlots = 2048;
 
 // Whether the plan that COPY has made is one that this call completes. One thread.
 __device__ inline bool fits_plan(const MoeCall& call, const DeviceTable& table) {

@@ -11,7 +11,7 @@
 
 namespace iser::cuda {
 
-constexpr int kGateThreads = kMaxRanks, kCombineThreads = 256;
+constexpr int kGateThreads = kRankThreads, kCombineThreads = 256;
 
 // Until all routes of a rank's tokens are computed, with the Domain's limit. One thread.
 __device__ inline void wait_combined(const MoeCall& call, const DeviceTable& table, int32_t rank) {

@@ -79,15 +79,16 @@ struct MoeContext {
   __device__ int32_t bank() const { return layer() % call.launch.shape.num_banks; }
   __device__ int32_t helper_plane(int32_t slot) const {
     const SlotSpace& slots = call.sizes.slots;
-    return 3 * (bank() * slots.num_helper_slots + slot - slots.num_home());
+    return kNumWeightPlanes * (bank() * slots.num_helper_slots + slot - slots.num_home());
   }
-  // A slot's plane of weights, 0 to 2, at home or in the helper bank.
+  // A slot's plane of its bundle, at home or in the helper bank.
   __device__ const uint8_t* plane(int32_t slot, int32_t which) const {
-    const size_t bytes = call.launch.shape.plane_bytes();
+    const PlaneLayout& layout = call.block.bundle.planes[which];
     if (call.is_helper(slot)) {
-      return block(rank()).section<uint8_t>(Section::kBanks) + (helper_plane(slot) + which) * bytes;
+      const int32_t helper_idx = slot - call.sizes.slots.num_home();
+      return block(rank()).helper(call.launch.shape, bank(), helper_idx) + layout.offset;
     }
-    return static_cast<const uint8_t*>(call.launch.weights[which]) + expert(slot) * bytes;
+    return static_cast<const uint8_t*>(call.launch.weights[which]) + expert(slot) * layout.bytes;
   }
   // Where a row's result goes.
   __device__ uint8_t* target(const RowSource& source) const {

@@ -40,14 +40,13 @@ struct MoeSizes {
   int32_t wave_rows;   // rows that the workspace of a rank holds
   TileShape tile;
   int32_t cluster_size;  // CTAs that take an item: tiles of the same rows, a column each
-  WeightFormat weight_format = WeightFormat::kElements;
+  WeightFormat weight_format = WeightFormat::kBFloat16;
+  TokenFormat token_format = TokenFormat::kBFloat16;
   int32_t chunk_blocks = kMostChunk;  // changes no size
 
-  ISER_HD bool is_fp8() const { return weight_format == WeightFormat::kFp8; }
+  ISER_HD bool is_fp8() const { return weight_format == WeightFormat::kFloat8Block128; }
   // Of a row of the workspace: a token as it is dispatched, and h.
-  ISER_HD size_t token_bytes() const {
-    return is_fp8() ? fp8::token_bytes(hidden) : static_cast<size_t>(hidden) * element_bytes;
-  }
+  ISER_HD size_t token_bytes() const { return token_bytes_of(token_format, hidden); }
   ISER_HD size_t inner_bytes() const {
     return static_cast<size_t>(intermediate) * (is_fp8() ? 1 : element_bytes);
   }

@@ -141,9 +141,10 @@ __device__ CallTag call_tag(const PlanLaunch& call, const CallCell& cell, uint32
   const size_t experts = static_cast<size_t>(table.shape.slots.num_home());
   size_t first = local_idx * experts;
   if (call.is_stacked) first += params.layer * table.ranks_per_device * experts;
-  for (int i = 0; i < 3; ++i) {
+  const BundleLayout& bundle = table.layout.bundle;
+  for (int32_t i = 0; i < bundle.num_planes; ++i) {
     tag.weights[i] = reinterpret_cast<uint64_t>(call.weights[i]);
-    if (call.weights[i]) tag.weights[i] += first * table.shape.plane_bytes();
+    if (call.weights[i]) tag.weights[i] += first * bundle.planes[i].bytes;
   }
   return tag;
 }

@@ -66,10 +66,10 @@ struct PlanLaunch {
   int32_t top_k;
   const int32_t* topk_ids;  // [V*num_tokens, top_k]; null for what start has kept
   int32_t is_plan_only;
-  const uint8_t* weights[3];  // gate, up, down of the device's first expert
-  int32_t is_stacked;         // weights have a leading layer axis
-  PlanOutputs outputs;        // device memory; null pointers for the Domain's own
-  int64_t* stamps;            // [CTAs, kNumStamps] or null
+  const uint8_t* weights[kMaxPlanes];  // of the device's first expert
+  int32_t is_stacked;                  // weights have a leading layer axis
+  PlanOutputs outputs;                 // device memory; null pointers for the Domain's own
+  int64_t* stamps;                     // [CTAs, kNumStamps] or null
 };
 
 // Loads the kernels and chooses the grid: the largest cluster a rank, at most `max_ctas_per_rank`,

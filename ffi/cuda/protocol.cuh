@@ -16,7 +16,8 @@
 
 namespace iser::cuda {
 
-constexpr int kMaxRanks = 128;
+constexpr int kRankThreads = 128;  // of a CTA with a thread per rank
+static_assert(kRankThreads >= kMaxRanks, "a thread per rank");
 constexpr int kMaxDevices = 128;
 
 // Head of a device's symmetric memory; its mail follows (see below). Zero before the first call.

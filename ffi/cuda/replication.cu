@@ -57,7 +57,7 @@ template __global__ void replication_kernel<MulticastFabric>(const ReplicationLa
                                                              uint8_t* const*);
 #endif
 
-__global__ void __launch_bounds__(kMaxRanks) ready_gate_kernel(const CallCell* cell) {
+__global__ void __launch_bounds__(kRankThreads) ready_gate_kernel(const CallCell* cell) {
   __shared__ bool is_ready;
   const DeviceTable* table = cell->table;
   if (!table) return;
@@ -124,7 +124,7 @@ cudaError_t launch_replication(const ReplicationLaunch& launch, cudaStream_t str
 }
 
 cudaError_t launch_ready_gate(const CallCell* cell, cudaStream_t stream) {
-  ready_gate_kernel<<<1, kMaxRanks, 0, stream>>>(cell);
+  ready_gate_kernel<<<1, kRankThreads, 0, stream>>>(cell);
   return cudaGetLastError();
 }
 

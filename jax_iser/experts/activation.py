@@ -79,6 +79,7 @@ class Activation:
         if self.kind == "gelu_tanh":
             inner = _GELU_INNER * (gate + _GELU_CUBIC * gate * gate * gate)
             return gate * _sigmoid(inner, np) * up
+        assert self.limit is not None  # the constructor has set it
         gate = np.minimum(gate, self.limit)
         up = np.clip(up, -self.limit, self.limit)
         return gate * _sigmoid(self.alpha * gate, np) * (up + self.offset)

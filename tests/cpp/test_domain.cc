@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "ffi/cpu/domain.h"
+#include "tests/shapes.h"
 
 namespace {
 
@@ -32,7 +33,7 @@ constexpr size_t kPlane = static_cast<size_t>(kHidden) * kIntermediate;
 
 // Operands of all ranks: rank 0's experts are hot.
 struct Problem {
-  std::vector<float> x, topk_weights, planes[3];
+  std::vector<float> x, topk_weights, planes[kNumWeightPlanes];
   std::vector<int32_t> ids;
 
   explicit Problem(uint32_t seed) {
@@ -53,8 +54,8 @@ struct Problem {
 
 DomainOptions make_options(int32_t ranks_per_device, CopyRule rule, int64_t timeout_ms) {
   DomainOptions options{};
-  options.shape = {
-      {kRanks, kExperts, kSlots}, kTopK, kHidden, kIntermediate, kTokens, sizeof(float), 2, kSlots};
+  options.shape = make_shape({kRanks, kExperts, kSlots}, kTopK, kHidden, kIntermediate, kTokens,
+                             sizeof(float), 2, kSlots);
   options.dtype = DType::kF32;
   options.min_group_size = 1;
   options.copy_rule = rule;
@@ -116,7 +117,7 @@ class DeviceCall {
     call.is_balanced = is_balanced;
     call.num_tokens = kTokens;
     call.topk_ids = problem.ids.data() + static_cast<size_t>(rank) * kTokens * kTopK;
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < kNumWeightPlanes; ++i) {
       const float* first = problem.planes[i].data() + rank * home * kPlane;
       planes_[i].assign(first, first + ranks * home * kPlane);
       call.weights[i] = reinterpret_cast<const uint8_t*>(planes_[i].data());
@@ -139,7 +140,7 @@ class DeviceCall {
   const Problem& problem_;
   const int32_t rank_;
   Device* const device_;
-  std::vector<float> planes_[3];
+  std::vector<float> planes_[kNumWeightPlanes];
   uint32_t generation_;
   std::shared_ptr<std::promise<std::string>> done_ = std::make_shared<std::promise<std::string>>();
 };
@@ -347,7 +348,7 @@ void test_close_in_flight(bool is_plan_only) {
                       is_plan_only ? Done(count) : Done(nullptr));
     ++called;
     if (!is_plan_only) {
-      for (int i = 0; i < 3; ++i) call.weights[i] = nullptr;
+      for (int i = 0; i < kNumWeightPlanes; ++i) call.weights[i] = nullptr;
       device->fused_moe(
           generation,
           {reinterpret_cast<const uint8_t*>(problem.x.data()), problem.topk_weights.data(),

@@ -13,6 +13,7 @@
 
 #include "ffi/core/haloq.h"
 #include "ffi/core/layout.h"
+#include "tests/shapes.h"
 
 namespace {
 
@@ -237,7 +238,7 @@ void check_again(Case& c) {
 void check_layout() {
   for (int32_t slots : {0, 1, 16}) {
     for (int32_t tokens : {0, 1, 77}) {
-      const DomainShape shape{{3, 9, slots}, 2, 5, 7, tokens, 2, 2, slots};
+      const DomainShape shape = make_shape({3, 9, slots}, 2, 5, 7, tokens, 2, 2, slots);
       const BlockLayout layout = block_layout(shape);
       for (int i = 0; i < kNumSections; ++i) {
         const size_t next = i + 1 < kNumSections ? layout.offset[i + 1] : layout.total;

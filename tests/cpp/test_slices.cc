@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <set>
 
-#include "ffi/cuda/slices.cuh"
+#include "ffi/core/slices.h"
 
 namespace iser {
 namespace {
@@ -21,7 +21,7 @@ void test_row(int ranks, int devices, const Broadcast& row, uint32_t total) {
   const int per_device = ranks / devices;
   std::multiset<uint32_t> moved;
   for (int d = 0; d < devices; ++d) {
-    const cuda::Share share = cuda::device_share(row, group, d * per_device, per_device);
+    const Share share = device_share(row, group, d * per_device, per_device);
     for (uint32_t f = share.first; f < share.last; ++f) {
       uint32_t count = 0;
       for (uint32_t j = f; j < total; j += share.step, ++count) {
@@ -59,7 +59,7 @@ void test_cuts() {
   for (uint64_t source = 0; source < 32; ++source) {
     for (uint64_t target = 0; target < 32; ++target) {
       for (uint64_t bytes = 0; bytes < 70; ++bytes) {
-        const cuda::PlaneCut cut = cuda::cut_plane(source, target, bytes);
+        const PlaneCut cut = cut_plane(source, target, bytes);
         const bool is_inside = cut.head + cut.body <= bytes && cut.body % 16 == 0;
         const bool is_aligned =
             cut.body == 0 || ((source + cut.head) % 16 == 0 && (target + cut.head) % 16 == 0);
@@ -71,10 +71,40 @@ void test_cuts() {
   }
 }
 
+// A bundle's slices, in order, are all bytes of all planes, whatever the planes' sizes.
+void test_bundles() {
+  for (const WeightFormat format :
+       {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat8Block128}) {
+    for (const int32_t hidden : {1, 24, 192}) {
+      for (const int32_t intermediate : {1, 40, 128}) {
+        for (const bool has_biases : {false, true}) {
+          const BundleLayout bundle = bundle_layout(format, hidden, intermediate, has_biases);
+          for (const uint32_t slice_bytes : {128u, 384u, 1u << 20}) {
+            const uint32_t total = num_slices(bundle, slice_bytes);
+            uint32_t index = 0;
+            for (int32_t plane = 0; plane < bundle.num_planes; ++plane) {
+              for (size_t at = 0; at < bundle.planes[plane].bytes;) {
+                const PlaneSlice slice = slice_at(bundle, index++, slice_bytes);
+                expect(slice.plane == plane && slice.begin == at && slice.bytes > 0 &&
+                           slice.bytes <= slice_bytes,
+                       "slice of a bundle", hidden, intermediate, slice_bytes);
+                at += slice.bytes;
+                if (num_failed > 0) return;
+              }
+            }
+            expect(index == total, "slices of a bundle", hidden, intermediate, slice_bytes);
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace iser
 
 int main() {
+  iser::test_bundles();
   iser::test_shares();
   iser::test_cuts();
   std::printf("%s\n", iser::num_failed == 0 ? "passed" : "failed");

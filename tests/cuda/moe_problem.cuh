@@ -120,14 +120,19 @@ struct MoeProblem {
   int32_t num_layers = 1, layer = 0;
   bool is_stacked = false;
   std::vector<std::vector<int32_t>> ids;  // [rank][num_tokens * top_k]
-  WeightFormat weight_format = WeightFormat::kElements;
+  bool has_fp8_weights = false;           // else in elements of x's type
 
-  bool is_fp8() const { return weight_format == WeightFormat::kFp8; }
+  bool is_fp8() const { return has_fp8_weights; }
   Fp8Plane fp8_plane(int32_t which) const {
     return which == 2 ? Fp8Plane{hidden, intermediate, plane_scale(2)}
                       : Fp8Plane{intermediate, hidden, plane_scale(which)};
   }
   int32_t element_bytes() const { return dtype == DType::kBF16 ? 2 : 4; }
+  DomainShape shape(int32_t num_banks) const {
+    const DomainShape of_elements =
+        make_shape(slots, top_k, hidden, intermediate, num_tokens, element_bytes(), num_banks);
+    return is_fp8() ? iser::in_fp8(of_elements) : of_elements;
+  }
   size_t num_routes() const { return static_cast<size_t>(num_tokens) * top_k; }
   size_t plane() const { return static_cast<size_t>(hidden) * intermediate; }
   PlanConfig config(bool is_balanced) const {

@@ -67,7 +67,7 @@ struct MoeDevice {
   int gpu;
   int32_t first_rank, num_local;
   cudaStream_t main, copy;
-  DeviceArray<uint8_t> segment, table, x, y, weights[3];
+  DeviceArray<uint8_t> segment, table, x, y, weights[kNumWeightPlanes];
   std::unique_ptr<DeviceArray<uint8_t>> workspace;
   DeviceArray<float> topk_weights;
   DeviceArray<int32_t> topk_ids, route_slot, broadcasts, quota, loads, scalars;
@@ -89,9 +89,9 @@ struct MoeDevice {
         table(sizeof(DeviceTable)),
         x(local * p.num_tokens * shape.row_bytes()),
         y(local * p.num_tokens * shape.row_bytes() + kTailGuard),
-        weights{DeviceArray<uint8_t>(weight_bytes(p, shape, local)),
-                DeviceArray<uint8_t>(weight_bytes(p, shape, local)),
-                DeviceArray<uint8_t>(weight_bytes(p, shape, local))},
+        weights{DeviceArray<uint8_t>(weight_bytes(p, shape, local, kGatePlane)),
+                DeviceArray<uint8_t>(weight_bytes(p, shape, local, kUpPlane)),
+                DeviceArray<uint8_t>(weight_bytes(p, shape, local, kDownPlane))},
         topk_weights(local * p.num_routes()),
         topk_ids(local * p.num_routes()),
         route_slot(local * p.num_routes()),
@@ -136,9 +136,10 @@ struct MoeDevice {
   static size_t max_rows(const DomainShape& shape) {
     return static_cast<size_t>(shape.slots.num_ranks) * shape.slots.num_helper_slots;
   }
-  static size_t weight_bytes(const MoeProblem& p, const DomainShape& shape, int32_t local) {
+  static size_t weight_bytes(const MoeProblem& p, const DomainShape& shape, int32_t local,
+                             int32_t plane) {
     const size_t layers = p.is_stacked ? p.num_layers : 1;
-    return layers * local * shape.slots.num_home() * shape.plane_bytes();
+    return layers * local * shape.slots.num_home() * shape.bundle().planes[plane].bytes;
   }
   static PlanOutputs outputs(const DeviceArray<int32_t>& route_slot,
                              const DeviceArray<int32_t>& broadcasts,
@@ -160,8 +161,7 @@ class MoeWorld {
   MoeWorld(const MoeProblem& p, int32_t num_devices, int num_gpus,
            uint64_t timeout_ns = 5'000'000'000ull)
       : problem(p),
-        shape{p.slots,           p.top_k,   p.hidden, p.intermediate, p.num_tokens,
-              p.element_bytes(), kNumBanks, 0,        p.weight_format},
+        shape(p.shape(kNumBanks)),
         layout(block_layout(shape)),
         num_local(p.slots.num_ranks / num_devices) {
     for (int32_t d = 0; d < num_devices; ++d) {
@@ -229,7 +229,7 @@ class MoeWorld {
     launch.dtype = problem.dtype;
     launch.x = device.x.data;
     launch.topk_weights = device.topk_weights.data;
-    for (int i = 0; i < 3; ++i) launch.weights[i] = device.weights[i].data;
+    for (int i = 0; i < kNumWeightPlanes; ++i) launch.weights[i] = device.weights[i].data;
     launch.num_stacked = problem.is_stacked ? problem.num_layers : 0;
     launch.y = device.y.data;
     launch.plan = device.out_plan();
@@ -365,7 +365,7 @@ class MoeWorld {
   }
 
   void fill_inputs(MoeDevice& device) const {
-    const size_t home = shape.slots.num_home(), plane = shape.plane_bytes();
+    const size_t home = shape.slots.num_home();
     const int32_t layers = problem.is_stacked ? problem.num_layers : 1;
     for (DeviceArray<uint8_t>& weights : device.weights) weights.fill(0);  // padding of planes
     std::vector<float> weights;
@@ -378,7 +378,8 @@ class MoeWorld {
       }
       ids.insert(ids.end(), problem.ids[rank].begin(), problem.ids[rank].end());
       for (int32_t layer = 0; layer < layers; ++layer) {
-        for (int i = 0; i < 3; ++i) {
+        for (int i = 0; i < kNumWeightPlanes; ++i) {
+          const size_t plane = layout.bundle.planes[i].bytes;
           problem.fill_experts(device.weights[i].data + (layer * num_local + v) * home * plane, i,
                                layer, rank * home, home);
         }
@@ -462,7 +463,7 @@ class MoeWorld {
     const MoeDevice& device = *devices[d];
     CHECK_CUDA(cudaSetDevice(device.gpu));
     spin_kernel<<<1, 1, 0, device.copy>>>(run.late_ready_ns);
-    const size_t plane = shape.plane_bytes(), home = shape.slots.num_home();
+    const size_t home = shape.slots.num_home();
     for (int32_t b = 0; b < plan.num_broadcasts; ++b) {
       const Broadcast& row = plan.broadcasts[b];
       const Group group = row.group(shape.slots.num_ranks);
@@ -472,8 +473,10 @@ class MoeWorld {
       for (int32_t r = group.begin; r < group.end; ++r) {
         if (r == row.owner || r / num_local != d) continue;
         uint8_t* to = block(r).helper(shape, problem.layer % kNumBanks, row.helper_idx);
-        for (int i = 0; i < 3; ++i) {
-          CHECK_CUDA(cudaMemcpyAsync(to + i * plane, owner.weights[i].data + expert * plane, plane,
+        for (int i = 0; i < kNumWeightPlanes; ++i) {
+          const PlaneLayout& plane = layout.bundle.planes[i];
+          CHECK_CUDA(cudaMemcpyAsync(to + plane.offset,
+                                     owner.weights[i].data + expert * plane.bytes, plane.bytes,
                                      cudaMemcpyDefault, device.copy));
         }
       }
@@ -508,7 +511,7 @@ class MoeWorld {
       plan.num_tokens = problem.num_tokens;
       plan.top_k = problem.top_k;
       plan.is_stacked = problem.is_stacked;
-      for (int i = 0; i < 3; ++i) plan.weights[i] = device.weights[i].data;
+      for (int i = 0; i < kNumWeightPlanes; ++i) plan.weights[i] = device.weights[i].data;
       if (run.starts != nullptr) {
         spin_kernel<<<1, 1, 0, device.main>>>(kLaunchNs);
         CHECK_CUDA(cudaEventRecord(run.starts[d], device.main));

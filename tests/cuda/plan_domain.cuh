@@ -16,6 +16,7 @@
 #include "ffi/cuda/plan.cuh"
 #include "tests/cuda/check.cuh"
 #include "tests/cuda/plan_cases.h"
+#include "tests/shapes.h"
 
 namespace iser::cuda {
 
@@ -125,7 +126,7 @@ struct TestDomain {
 
   // Device d lives on GPU gpus[d].
   TestDomain(const TestSizes& s, const std::vector<int>& gpus) : sizes(s) {
-    shape = {s.config.slots, s.top_k, 16, 16, s.max_tokens, 4, s.num_banks, 0};
+    shape = make_shape(s.config.slots, s.top_k, 16, 16, s.max_tokens, 4, s.num_banks);
     layout = block_layout(shape);
     num_local = s.config.slots.num_ranks / s.num_devices;
     for (int gpu : gpus) {

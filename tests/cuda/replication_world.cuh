@@ -12,6 +12,7 @@
 
 #include "ffi/cuda/replication.cuh"
 #include "tests/cuda/check.cuh"
+#include "tests/shapes.h"
 
 namespace iser::cuda {
 
@@ -67,11 +68,12 @@ class World {
     uint8_t* blocks = devices_[rank / ranks_per_device].segment + head_bytes(shape);
     return {blocks + rank % ranks_per_device * layout.total, &layout};
   }
-  // Plane 0 to 2 of a rank's first home expert.
+  // A plane of a rank's first home expert.
   uint8_t* weights(int rank, int plane) const {
-    const size_t rank_bytes = shape.slots.num_home() * shape.plane_bytes();
+    const PlaneLayout& of = layout.bundle.planes[plane];
+    const size_t home = shape.slots.num_home();
     return devices_[rank / ranks_per_device].weights +
-           (static_cast<size_t>(plane) * ranks_per_device + rank % ranks_per_device) * rank_bytes;
+           (of.offset * ranks_per_device + rank % ranks_per_device * of.bytes) * home;
   }
   const DeviceTable* table(int device) const {
     return reinterpret_cast<const DeviceTable*>(devices_[device].state + kTableAt);
@@ -86,7 +88,7 @@ class World {
     std::vector<MailTag> tags(shape.slots.num_ranks);
     for (int r = 0; r < shape.slots.num_ranks; ++r) {
       tags[r].tag = {generation, layer, 0, 1, 0, 0, {}};
-      for (int i = 0; i < 3; ++i)
+      for (int i = 0; i < layout.bundle.num_planes; ++i)
         tags[r].tag.weights[i] = reinterpret_cast<uint64_t>(weights(r, i));
       set(&block(r).words()->plan_hash, hash);
     }
@@ -161,7 +163,7 @@ class World {
   Device make_device(int, int gpu) const {
     Device device{gpu, nullptr, nullptr, nullptr, nullptr};
     const size_t segment = head_bytes(shape) + ranks_per_device * layout.total;
-    const size_t home = 3 * shape.slots.num_home() * ranks_per_device * shape.plane_bytes();
+    const size_t home = shape.slots.num_home() * ranks_per_device * layout.bundle.bytes;
     const size_t rows = static_cast<size_t>(shape.slots.num_ranks) * shape.slots.num_helper_slots;
     const size_t state = rows_at() + rows * sizeof(Broadcast);
     int lowest = 0, highest = 0;

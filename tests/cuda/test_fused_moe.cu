@@ -300,7 +300,7 @@ void test_layers() {
 
 // FP8 weights: the same things as of bf16 above.
 MoeProblem in_fp8(MoeProblem problem) {
-  problem.weight_format = WeightFormat::kFp8;
+  problem.has_fp8_weights = true;
   return problem;
 }
 
@@ -519,7 +519,7 @@ void test_faults() {
 
 void test_refusals() {
   if (!is_wanted("refusals")) return;
-  const DomainShape good{{4, 8, 1}, 2, 128, 128, 16, 2, 2, 0};
+  const DomainShape good = make_shape({4, 8, 1}, 2, 128, 128, 16, 2, 2);
   std::string why;
   const auto expect = [&](bool is_taken, const DomainShape& shape, DType dtype,
                           const FusedOptions& options, const char* what) {
@@ -532,8 +532,7 @@ void test_refusals() {
   expect(false, shape, DType::kBF16, {}, "rows of 264 bytes");
   shape.hidden = 136;
   expect(true, shape, DType::kBF16, {}, "D=136, plain");
-  DomainShape in_blocks = good;
-  in_blocks.weight_format = WeightFormat::kFp8;
+  DomainShape in_blocks = in_fp8(good);
   expect(true, in_blocks, DType::kBF16, {}, "FP8");
   in_blocks.intermediate = 192;
   expect(false, in_blocks, DType::kBF16, {}, "FP8, I=192");

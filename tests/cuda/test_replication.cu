@@ -24,8 +24,9 @@ void report(const std::string& name, const std::string& error) {
 constexpr uint64_t kLongNs = 20'000'000'000, kShortNs = 50'000'000;
 constexpr uint8_t kPoison = 0xCD;
 
-DomainShape make_shape(int ranks, int experts, int slots, int hidden, int intermediate, int bytes) {
-  return {{ranks, experts, slots}, 2, hidden, intermediate, 4, bytes, 2, 0};
+DomainShape world_shape(int ranks, int experts, int slots, int hidden, int intermediate,
+                        int bytes) {
+  return make_shape({ranks, experts, slots}, 2, hidden, intermediate, 4, bytes, 2);
 }
 
 std::vector<uint8_t> random_bytes(size_t count, std::mt19937_64& random) {
@@ -66,15 +67,18 @@ std::vector<uint8_t> expected_block(const World& world, int rank, int bank,
                                     const std::vector<Broadcast>& rows,
                                     const std::vector<std::vector<uint8_t>>& weights) {
   const DomainShape& shape = world.shape;
-  const size_t plane = shape.plane_bytes();
+  const BundleLayout& bundle = world.layout.bundle;
   std::vector<uint8_t> image(world.layout.total, kPoison);
   const BlockView block{image.data(), &world.layout};
   for (const Broadcast& row : rows) {
     const bool lands = row.how != static_cast<int32_t>(CopyWay::kResident) &&
                        row.group(shape.slots.num_ranks).contains(rank) && rank != row.owner;
-    for (int i = 0; i < 3 && lands; ++i) {
-      std::memcpy(block.helper(shape, bank, row.helper_idx) + i * plane,
-                  &weights[3 * row.owner + i][row.expert % shape.slots.num_home() * plane], plane);
+    for (int i = 0; i < bundle.num_planes && lands; ++i) {
+      const PlaneLayout& plane = bundle.planes[i];
+      std::memcpy(block.helper(shape, bank, row.helper_idx) + plane.offset,
+                  &weights[bundle.num_planes * row.owner + i]
+                          [row.expert % shape.slots.num_home() * plane.bytes],
+                  plane.bytes);
     }
   }
   return image;
@@ -128,9 +132,10 @@ void poison(const World& world) {
 
 std::vector<std::vector<uint8_t>> fill_weights(const World& world, std::mt19937_64& random) {
   std::vector<std::vector<uint8_t>> weights;
-  const size_t bytes = world.shape.slots.num_home() * world.shape.plane_bytes();
+  const BundleLayout& bundle = world.layout.bundle;
   for (int r = 0; r < world.shape.slots.num_ranks; ++r) {
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < bundle.num_planes; ++i) {
+      const size_t bytes = world.shape.slots.num_home() * bundle.planes[i].bytes;
       weights.push_back(random_bytes(bytes, random));
       CHECK_CUDA(cudaMemcpy(world.weights(r, i), weights.back().data(), bytes, cudaMemcpyDefault));
     }
@@ -159,7 +164,7 @@ ReplicationOptions random_options(const DomainShape& shape, std::mt19937_64& ran
 // Several plans one after the other on the same Domain: generations, layers and so banks change.
 void test_random_plans(const DomainShape& shape, int num_devices, int gpus, int num_plans) {
   const int ranks = shape.slots.num_ranks;
-  std::mt19937_64 random(ranks * 1000 + num_devices * 100 + shape.plane_bytes());
+  std::mt19937_64 random(ranks * 1000 + num_devices * 100 + shape.bundle_bytes());
   World world(shape, num_devices, gpus, kLongNs);
   const auto weights = fill_weights(world, random);
   std::string error;
@@ -179,7 +184,7 @@ void test_random_plans(const DomainShape& shape, int num_devices, int gpus, int 
   if (error.empty() && num_rows == 0) error = "no plan had a broadcast";
   report("P=" + std::to_string(ranks) + " devices=" + std::to_string(num_devices) +
              " gpus=" + std::to_string(std::min(gpus, num_devices)) +
-             " plane=" + std::to_string(shape.plane_bytes()) +
+             " bundle=" + std::to_string(shape.bundle_bytes()) +
              " plans=" + std::to_string(num_plans) + " broadcasts=" + std::to_string(num_rows),
          error);
 }
@@ -187,7 +192,7 @@ void test_random_plans(const DomainShape& shape, int num_devices, int gpus, int 
 // A peer that never copies: the gate ends at its limit, everybody learns who is missing, and a
 // failed Domain neither copies nor arrives.
 void test_missing_peer(int gpus) {
-  const DomainShape shape = make_shape(4, 16, 2, 64, 32, 2);
+  const DomainShape shape = world_shape(4, 16, 2, 64, 32, 2);
   std::mt19937_64 random(4);
   World world(shape, 2, gpus, kShortNs);
   const auto weights = fill_weights(world, random);
@@ -222,7 +227,7 @@ void test_missing_peer(int gpus) {
 }
 
 void test_other_plan(int gpus) {
-  World world(make_shape(4, 16, 2, 64, 32, 2), 2, gpus, kLongNs);
+  World world(world_shape(4, 16, 2, 64, 32, 2), 2, gpus, kLongNs);
   world.set_plan(1, 2, {}, 5);
   World::set(&world.block(3).words()->plan_hash, uint64_t{6});
   copy_all(world, {});
@@ -233,7 +238,7 @@ void test_other_plan(int gpus) {
 
 // Captured once, replayed for other generations, layers and plans.
 void test_graph() {
-  const DomainShape shape = make_shape(6, 18, 3, 96, 32, 2);
+  const DomainShape shape = world_shape(6, 18, 3, 96, 32, 2);
   std::mt19937_64 random(6);
   World world(shape, 1, 1, kLongNs);
   const auto weights = fill_weights(world, random);
@@ -261,7 +266,7 @@ void test_graph() {
 }
 
 void test_options() {
-  const DomainShape shape = make_shape(8, 64, 3, 7168, 3072, 2);
+  const DomainShape shape = world_shape(8, 64, 3, 7168, 3072, 2);
   struct Case {
     const char* name;
     ReplicationOptions options;
@@ -284,20 +289,22 @@ void test_all(bool is_small, int gpus) {
   prepare_gpus(gpus);
   test_options();
   for (int ranks = 2; ranks <= 8; ++ranks) {
-    const DomainShape even = make_shape(ranks, ranks * 6, 1 + ranks % 4, 96, 40 + 8 * ranks, 2);
+    const DomainShape even = world_shape(ranks, ranks * 6, 1 + ranks % 4, 96, 40 + 8 * ranks, 2);
     test_random_plans(even, 1, gpus, plans);
     test_random_plans(even, ranks, 1, plans);
     if (gpus > 1 && ranks % 2 == 0) test_random_plans(even, 2, gpus, plans);
   }
   // Planes of 70, 45 and 4,106 bytes: aligned for the copy engine rarely or never.
-  test_random_plans(make_shape(4, 12, 3, 7, 5, 2), 2, gpus, plans);
-  test_random_plans(make_shape(6, 24, 2, 9, 5, 1), 3, gpus, plans);
-  test_random_plans(make_shape(8, 32, 3, 2053, 1, 2), 2, gpus, plans);
+  test_random_plans(world_shape(4, 12, 3, 7, 5, 2), 2, gpus, plans);
+  DomainShape with_biases = world_shape(6, 24, 2, 9, 5, 2);
+  with_biases.has_biases = true;
+  test_random_plans(with_biases, 3, gpus, plans);
+  test_random_plans(world_shape(8, 32, 3, 2053, 1, 2), 2, gpus, plans);
   // Slices do not divide the plane, and a ring goes round many times.
-  test_random_plans(make_shape(8, 16, 4, 1000, 333, 2), 1, gpus, is_small ? 1 : 4);
-  test_random_plans(make_shape(72, 144, 3, 64, 24, 2), 1, gpus, is_small ? 1 : 6);
-  test_random_plans(make_shape(72, 144, 3, 64, 24, 2), 2, gpus, is_small ? 1 : 6);
-  test_random_plans(make_shape(33, 99, 4, 64, 24, 2), 1, gpus, is_small ? 1 : 6);
+  test_random_plans(world_shape(8, 16, 4, 1000, 333, 2), 1, gpus, is_small ? 1 : 4);
+  test_random_plans(world_shape(72, 144, 3, 64, 24, 2), 1, gpus, is_small ? 1 : 6);
+  test_random_plans(world_shape(72, 144, 3, 64, 24, 2), 2, gpus, is_small ? 1 : 6);
+  test_random_plans(world_shape(33, 99, 4, 64, 24, 2), 1, gpus, is_small ? 1 : 6);
   test_missing_peer(gpus);
   test_other_plan(gpus);
   test_graph();

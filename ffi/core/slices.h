@@ -1,18 +1,17 @@
-// Which slices of which planes a device moves, and how each is cut for the copy engine.
+// Which slices of which planes a rank or a device moves, and how each is cut for a copy engine.
 //
-// Every role of every CTA walks the same numbered list; nothing is stored. Owner-direct gives all
-// slices of a row to its owner; SAMI gives slices j = i (mod g) to member i of g.
+// A bundle's slices are numbered plane by plane; the last slice of a plane may be short. Everyone
+// walks the same numbered list; nothing is stored. Owner-direct gives all slices of a row to its
+// owner; SAMI gives slices j = i (mod g) to member i of g.
 #pragma once
 
 #include <cstdint>
 
-#include "ffi/core/haloq.h"
-#include "ffi/core/layout.h"
+#include "ffi/core/bundle.h"
+#include "ffi/core/groups.h"
+#include "ffi/core/haloq_types.h"
 
-namespace iser::cuda {
-
-ISER_HD inline int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
-ISER_HD inline int32_t max_int(int32_t a, int32_t b) { return a > b ? a : b; }
+namespace iser {
 
 // The slices j = f (mod step) for f in [first, last).
 struct Share {
@@ -33,8 +32,8 @@ ISER_HD inline Share device_share(const Broadcast& row, Group group, int32_t fir
     case CopyWay::kOwnerDirect:
       return local.contains(row.owner) ? whole : none;
     case CopyWay::kSami: {
-      const int32_t begin = max_int(group.begin, local.begin);
-      const int32_t end = min_int(group.end, local.end);
+      const int32_t begin = group.begin > local.begin ? group.begin : local.begin;
+      const int32_t end = group.end < local.end ? group.end : local.end;
       if (begin >= end) return none;
       if (end - begin == group.size()) return whole;
       return {static_cast<uint32_t>(group.size()), static_cast<uint32_t>(begin - group.begin),
@@ -59,8 +58,32 @@ ISER_HD inline PlaneCut cut_plane(uint64_t source, uint64_t target, uint64_t byt
   return {static_cast<uint32_t>(head), (bytes - head) / 16 * 16};
 }
 
-ISER_HD inline uint32_t slices_per_plane(const DomainShape& shape, uint32_t slice_bytes) {
-  return static_cast<uint32_t>((shape.plane_bytes() + slice_bytes - 1) / slice_bytes);
+ISER_HD inline uint32_t num_slices(const PlaneLayout& plane, uint32_t slice_bytes) {
+  return static_cast<uint32_t>((plane.bytes + slice_bytes - 1) / slice_bytes);
 }
 
-}  // namespace iser::cuda
+ISER_HD inline uint32_t num_slices(const BundleLayout& bundle, uint32_t slice_bytes) {
+  uint32_t count = 0;
+  for (int32_t i = 0; i < bundle.num_planes; ++i)
+    count += num_slices(bundle.planes[i], slice_bytes);
+  return count;
+}
+
+struct PlaneSlice {
+  int32_t plane;
+  size_t begin, bytes;  // in the plane
+};
+
+// Slice `index` of the bundle, below num_slices.
+ISER_HD inline PlaneSlice slice_at(const BundleLayout& bundle, uint32_t index,
+                                   uint32_t slice_bytes) {
+  int32_t plane = 0;
+  for (uint32_t count; index >= (count = num_slices(bundle.planes[plane], slice_bytes)); ++plane) {
+    index -= count;
+  }
+  const size_t begin = static_cast<size_t>(index) * slice_bytes;
+  const size_t left = bundle.planes[plane].bytes - begin;
+  return {plane, begin, left < slice_bytes ? left : slice_bytes};
+}
+
+}  // namespace iser
