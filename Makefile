@@ -3,8 +3,9 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 ARGS ?=
 SETUP := @$(PYTHON) scripts/setup_env.py
-# Kernels on a simulator: no Python or jax matters to them, so that once will do.
-SIMULATED := --ignore=tests/test_moe_simt.py --ignore=tests/test_plan_simt.py
+# Kernels on a simulator, and GPU tests on CPU devices: what depends on the version of Python or jax
+# in them is tested elsewhere too, so that once will do.
+SIMULATED := --ignore=tests/test_moe_simt.py --ignore=tests/test_plan_simt.py --ignore=tests/gpu
 
 .PHONY: setup prefill test test-oldest test-newest lint format sanitize cuda test-gpu wheels bench clean help
 

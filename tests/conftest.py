@@ -20,8 +20,11 @@ if _HAS_CUDA:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     # Equal products compile alike, whatever else their program holds; and compile faster.
     os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
-# Runs tests/gpu on so many forced CPU devices in place of GPUs, but for what only GPUs do.
+# So many forced CPU devices stand for GPUs in tests/gpu, but for what only GPUs do; 0 skips them.
 _STAND_INS = "ISER_TEST_GPUS_ON_CPU"
+_GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
+if not _HAS_CUDA:
+    os.environ.setdefault(_STAND_INS, "2")
 
 # Programs that tests start find what tests share and the package under test from any folder, and
 # not the bare sources of the folder they start in, which have no extension module.
@@ -37,9 +40,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def _why_no_gpu() -> str | None:
-    """Why tests marked gpu cannot run here, or None."""
-    if os.environ.get(_STAND_INS):
-        return None
+    """Why tests marked gpu cannot run on GPUs here, or None."""
     if shutil.which("nvidia-smi") is None:
         return "no NVIDIA driver (nvidia-smi) found"
     try:
@@ -52,8 +53,10 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked gpu, with the reason, where they cannot run."""
+    """Skips tests marked gpu, with the reason, where neither GPUs nor CPU devices can run them."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
+    if int(os.environ.get(_STAND_INS) or 0):
+        marked = [item for item in marked if _GPU_TESTS not in item.path.parents]
     if marked and (reason := _why_no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))

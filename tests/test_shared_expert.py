@@ -1,4 +1,4 @@
-"""The shared expert on the CPU, where a budget of SMs changes nothing."""
+"""The shared expert on the CPU, where a budget of SMs changes nothing; and lowered for GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from layers import assert_same_bits
 
 import jax_iser
 import jax_iser.nnx
+from jax_iser import _cuda, _ffi
 
 
 def operands(dtype="float32", tokens=6, hidden=8, inner=12):
@@ -28,16 +29,61 @@ def test_against_numpy(dtype):
     assert y.dtype == x.dtype
 
 
-def test_a_budget_changes_no_bit_and_no_gradient():
+class Extension:
+    """What tracing asks of the CUDA extension, where there is none."""
+
+    def shared_expert_bytes(self, tokens, inner, is_bf16):
+        return 1000 * tokens + inner + is_bf16
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    """Budgets count from here on, and programs can be lowered for GPUs."""
+    monkeypatch.setattr(_ffi, "_iser_cuda", Extension())
+    monkeypatch.setattr(_cuda, "open_cublas", lambda: None)
+
+
+def lowered_for_gpus(function, *args):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_budget_is_an_attribute_of_the_call_on_gpus(extension, dtype):
+    def shared(*args):
+        return jax_iser.shared_expert(*args, sms=100)
+
+    text = lowered_for_gpus(shared, *operands(dtype))
+    assert text.count("@jax_iser.shared_expert(") == 1
+    assert "num_sms = 100 : i64" in text
+    scratch = 1000 * 6 + 12 + (dtype == "bfloat16")
+    assert f"tensor<{scratch}xui8>" in text
+    assert "dot_general" not in text
+
+
+def test_without_a_budget_or_the_extension_xla_multiplies(extension, monkeypatch):
+    def products(sms):
+        text = lowered_for_gpus(lambda *a: jax_iser.shared_expert(*a, sms=sms), *operands())
+        assert "@jax_iser.shared_expert(" not in text
+        return text.count("dot_general")
+
+    assert products(None) == 3
+    monkeypatch.setattr(_ffi, "_iser_cuda", None)
+    assert products(100) == 3
+
+
+def test_a_budget_changes_no_bit_and_no_gradient_on_cpus(extension):
+    """On a CPU the branch for GPUs is there and not taken; its gradient is a rule of ours."""
+
     def loss(sms, *args):
         return jnp.sum(jax_iser.shared_expert(*args, sms=sms) ** 2)
 
-    found, expected = (
-        jax.jit(jax.value_and_grad(lambda *a, s=sms: loss(s, *a), argnums=(0, 1, 2, 3)))(
-            *operands()
-        )
-        for sms in (128, None)
-    )
+    def value_and_grad(sms):
+        return jax.value_and_grad(lambda *a: loss(sms, *a), argnums=(0, 1, 2, 3))
+
+    assert "custom_vjp" in str(jax.make_jaxpr(lambda *a: loss(128, *a))(*operands()))
+    assert "custom_vjp" not in str(jax.make_jaxpr(lambda *a: loss(None, *a))(*operands()))
+    found, expected = (jax.jit(value_and_grad(sms))(*operands()) for sms in (128, None))
+    assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(expected))
     jax.tree.map(assert_same_bits, found, expected)
 
 
@@ -47,21 +93,20 @@ def test_leading_axes():
     np.testing.assert_allclose(y.reshape(6, 8), jax_iser.shared_expert(x, *planes), rtol=1e-6)
 
 
-def test_module_passes_its_budget_on():
-    moes = [
-        jax_iser.nnx.MoE(
-            8,
-            8,
-            num_experts=4,
-            top_k=2,
-            num_shared_experts=1,
-            shared_expert_sms=sms,
-            rngs=nnx.Rngs(0),
-        )
-        for sms in (None, 100)
-    ]
-    x = jnp.ones((4, 8))
-    assert_same_bits(moes[0](x), moes[1](x))
+@pytest.mark.parametrize("sms", [None, 100])
+def test_module_passes_its_budget_on(extension, sms):
+    moe = jax_iser.nnx.MoE(
+        8,
+        8,
+        num_experts=4,
+        top_k=2,
+        num_shared_experts=1,
+        shared_expert_sms=sms,
+        rngs=nnx.Rngs(0),
+    )
+    text = lowered_for_gpus(lambda x: moe(x), jnp.ones((4, 8)))
+    assert ("num_sms = 100 : i64" in text) == (sms == 100)
+    assert text.count("@jax_iser.shared_expert(") == (sms == 100)
 
 
 @pytest.mark.parametrize(

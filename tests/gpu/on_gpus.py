@@ -13,9 +13,10 @@ from layers import OFF, apply_layer, make_domain, make_problem, run_layer
 
 from jax_iser import IserError
 
-# CPU devices in place of GPUs: a way to try the tests themselves where there is no GPU.
+# CPU devices in place of GPUs, where there are none; tests/conftest.py says how many.
 STAND_INS = int(os.environ.get("ISER_TEST_GPUS_ON_CPU") or 0)
 IS_GPU = not STAND_INS
+LIMIT_S = 5.0 if IS_GPU else 30.0  # of a Domain's waits: a CPU's cores have other work too
 STUCK_S = 30.0 if IS_GPU else 2.0  # a CPU's rank stays stuck when its Domain has failed
 only_on_gpus = pytest.mark.skipif(not IS_GPU, reason="the CPU's calls do something else here")
 
@@ -56,6 +57,11 @@ def over(*places):
     return pytest.mark.parametrize("place", places, ids=str)
 
 
+def most_on_gpus(names, some):
+    """Cases of a test: all on GPUs, some where CPUs stand for them and are as good as any."""
+    return list(names) if IS_GPU else list(some)
+
+
 def problem_at(place: Place, workload="W2", engine="f32", **sizes):
     """A problem for the place's ranks."""
     options = {"num_experts": 32, "top_k": 4} | ENGINES[engine] | sizes
@@ -64,7 +70,7 @@ def problem_at(place: Place, workload="W2", engine="f32", **sizes):
 
 def domain_at(problem, place: Place, **knobs):
     """A Domain there, whose limits end a test that hangs within seconds."""
-    limits = {"timeout_s": 5.0, "startup_timeout_s": 5.0}
+    limits = {"timeout_s": LIMIT_S, "startup_timeout_s": LIMIT_S}
     return make_domain(problem, ranks_per_device=place.ranks_per_device, **limits | knobs)
 
 
