@@ -155,9 +155,9 @@ class Tree:
       python: the interpreter of the tests.
     """
 
-    def __init__(self, python: pathlib.Path, root: pathlib.Path = WORK / "tree"):
+    def __init__(self, python: pathlib.Path, root: pathlib.Path):
         self.root, self.python = root, python
-        self.build = WORK / "build"
+        self.build = root.with_name("build")
 
     def copy(self) -> None:
         """Takes what git knows or would add; files that went are removed."""
@@ -325,6 +325,7 @@ def main() -> None:
     )
     parser.add_argument("words", nargs="*", help="parts of groups or names (default: all)")
     parser.add_argument("--python", action="store_true", help="leave out those of C++")
+    parser.add_argument("--work", type=pathlib.Path, default=WORK, help="where the copy is kept")
     parser.add_argument("--check", action="store_true", help="only match the patterns")
     parser.add_argument("--no-baseline", action="store_true", help="skip the runs without a fault")
     arguments = parser.parse_args()
@@ -337,13 +338,14 @@ def main() -> None:
     if arguments.check:
         print(f"{len(mutants)} mutants: every pattern matches")
         return
-    WORK.mkdir(parents=True, exist_ok=True)
-    tree = Tree(ROOT / ".venv" / "bin" / "python")
+    work = arguments.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    tree = Tree(ROOT / ".venv" / "bin" / "python", work / "tree")
     tree.copy()
     tree.compile()
     if not arguments.no_baseline:
         baselines(tree, mutants)
-    bad = run(tree, mutants, WORK / "results.json")
+    bad = run(tree, mutants, work / "results.json")
     killed = len(mutants) - len(bad)
     print(f"{killed} of {len(mutants)} as they should be")
     if bad:
