@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from jax_iser.replay.engine import why_not
+    from jax_iser.replay.engine import NothingToReplay, why_not
 
     check_writable("--json", args.json)
     make_folder("--plot", args.plot)
@@ -119,8 +119,13 @@ def run(args: argparse.Namespace) -> int:
             if reason := why_not(trace.num_experts, ep):
                 skipped.append(f"{trace.name}: {reason}")
                 continue
-            found, cut = _replay_one(args, trace, ep, policies, console)
+            try:
+                found, cut = _replay_one(args, trace, ep, policies, console)
+            except NothingToReplay as reason:
+                skipped.append(str(reason))
+                continue
             rows += found
+            notes += _without_routes(trace.name, found[0].figures)
             notes += [f"{trace.name}: {note}" for note in cut.notes]
     notes = list(dict.fromkeys(notes))
     for line in [*skipped, *notes]:
@@ -163,7 +168,7 @@ def _time_fit(args):
 
 
 def _replay_one(args, trace, ep, policies, console):
-    from jax_iser.replay.engine import replay
+    from jax_iser.replay.engine import NothingToReplay, replay
     from jax_iser.replay.traces import TraceError
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -182,8 +187,18 @@ def _replay_one(args, trace, ep, policies, console):
                 min_routes=args.min_routes,
                 gain_threshold=args.gain_threshold,
             )
+        except NothingToReplay:
+            raise
         except (TraceError, ValueError) as error:
             raise UsageError(str(error)) from None
+
+
+def _without_routes(name, figures) -> list[str]:
+    """A note on layer calls that no figure counts."""
+    if not (count := figures["calls_without_routes"]):
+        return []
+    calls = figures["iterations"] * figures["layers"]
+    return [f"{name}: {count} of {calls} layer calls have no route and are left out of all figures"]
 
 
 def _add_costs(rows, args, fit):

@@ -12,11 +12,15 @@ import numpy as np
 
 from jax_iser.planner import MAX_EXPERTS, MAX_RANKS
 from jax_iser.replay.batch import Batch
-from jax_iser.replay.metrics import Meter, summarize
+from jax_iser.replay.metrics import Meter, mean_by_layer, routed_calls, summarize
 from jax_iser.replay.policies import PolicyMaker
 from jax_iser.replay.trace import Cut, Trace
 
 BLOCK_BYTES = 12 * 2**20
+
+
+class NothingToReplay(ValueError):  # noqa: N818
+    """A trace has nothing for an EP degree; the text says why."""
 
 
 @dataclasses.dataclass
@@ -25,7 +29,7 @@ class Row:
 
     Attributes:
       figures: the JSON fields, see `metrics.summarize`.
-      layers_off, layers_on: `[L]` mean imbalance of each layer.
+      layers_off, layers_on: `[L]` mean imbalance of each layer, NaN for one without routes.
       routes: mean largest send-out and receive-in, off and on.
     """
 
@@ -75,14 +79,17 @@ def replay(
       A row for each number of slots and policy, in that order, and the cut that was replayed.
 
     Raises:
-      ValueError: where the trace yields no iteration, or a size does not divide.
+      NothingToReplay: where the trace yields no iteration or no route.
+      ValueError: where a size does not divide.
     """
     if reason := why_not(trace.num_experts, num_ranks):
         raise ValueError(reason)
     cut = trace.cut(num_ranks, tokens_per_rank)
     count = min(cut.num_iterations, max_iterations or cut.num_iterations)
     if not count:
-        raise ValueError(f"{trace.name} holds no iteration for {num_ranks} ranks")
+        raise NothingToReplay(
+            f"EP{num_ranks} skipped: {trace.name} has fewer tokens than {num_ranks} ranks"
+        )
     routes = cut.tokens_per_rank * trace.top_k * num_ranks
     if routes >= 2**31:
         raise ValueError(
@@ -95,7 +102,7 @@ def replay(
     meters = [[Meter() for _ in jobs] for _ in spans]
     _fit(trace, num_ranks, tokens_per_rank, count, spans, team)
     _drive(itertools.islice(cut.counts, count), spans, team, meters, count, progress)
-    rows = []
+    rows: list[Row] = []
     for index, (make, s) in enumerate(jobs):
         parts = [meters[span][index] for span in range(len(spans))]
         head = {"trace": trace.name, "ep": num_ranks, "slots": s, "policy": make.label}
@@ -176,16 +183,22 @@ def _plan(block, span, policies, meters):
 def _row(head, parts: list[Meter]) -> Row:
     results = [part.result() for part in parts]
     figures = {name: np.concatenate([r[name] for r in results], axis=1) for name in results[0]}
+    if not figures["routes"].any():
+        raise NothingToReplay(
+            f"EP{head['ep']} skipped: no route in the {len(figures['routes'])} iterations of "
+            f"{head['trace']} that are replayed"
+        )
     # Threads plan side by side, so their times are averaged, not added.
     seconds = sum(part.seconds for part in parts) / len(parts)
     plans = sum(part.num_plans for part in parts)
     speed = {"plans_per_s": plans / seconds if seconds else None}
+    routed = routed_calls(figures)
     send_off, send, recv_off, recv = (
-        float(figures[name].mean()) for name in ("send_off", "send", "recv_off", "recv")
+        float(routed[name].mean()) for name in ("send_off", "send", "recv_off", "recv")
     )
     return Row(
         head | summarize(figures, head["ep"]) | speed,
-        figures["imbalance_off"].mean(axis=0),
-        figures["imbalance"].mean(axis=0),
+        mean_by_layer(figures, "imbalance_off"),
+        mean_by_layer(figures, "imbalance"),
         (send_off, send, recv_off, recv),
     )

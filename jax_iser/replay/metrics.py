@@ -34,9 +34,10 @@ def _held(slots):
 
 
 def unbalanced(batch: Batch) -> dict[str, np.ndarray]:
-    """Each plan's imbalance and largest send-out and receive-in without balancing, `[N]`."""
+    """Each plan's routes, and its imbalance and largest send-out and receive-in off, `[N]`."""
     local = batch.local_before
     return {
+        "routes": batch.load_before.sum(axis=1, dtype=np.int64),
         "imbalance_off": imbalance(batch.load_before),
         "send_off": (batch.sent - local).max(axis=1),
         "recv_off": (batch.load_before - local).max(axis=1),
@@ -106,26 +107,44 @@ def _change(after, before):
     return float(after / before - 1) if before else None
 
 
+def mean_by_layer(figures: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """`[L] f64`: a figure's mean over the calls of each layer that have routes, NaN without any."""
+    routed = figures["routes"] > 0
+    total = np.where(routed, figures[name], 0).sum(axis=0, dtype=np.float64)
+    calls = routed.sum(axis=0)
+    return np.divide(total, calls, out=np.full(len(total), np.nan), where=calls > 0)
+
+
+def routed_calls(figures: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each figure of the calls that have routes, `[M]`: the others have no imbalance."""
+    return {name: values[figures["routes"] > 0] for name, values in figures.items()}
+
+
 def summarize(figures: dict[str, np.ndarray], num_ranks: int) -> dict[str, float | int | None]:
     """A table row's figures from `[iterations, layers]` arrays: means, percentiles, worst.
 
+    Calls without routes are counted in `calls_without_routes` and are in no other figure.
     `imbalance*` are over all plans but `imbalance_worst_layer`, the highest mean of a layer;
     `excess_removed` is the share of `imbalance_off - 1` that is gone; the changes of the largest
     send-out and receive-in are those of their means. None stands for 0/0.
     """
+    iterations, layers = figures["imbalance"].shape
+    worst_layer = float(np.nanmax(mean_by_layer(figures, "imbalance")))
+    figures = routed_calls(figures)
     mean = {name: float(values.mean()) for name, values in figures.items()}
     total = {name: float(values.sum()) for name, values in figures.items()}
     on, owner = figures["imbalance"], figures["owner_copies"]
     p50, p99 = np.percentile(owner, (50, 99))
     return {
-        "iterations": on.shape[0],
-        "layers": on.shape[1],
+        "iterations": iterations,
+        "layers": layers,
+        "calls_without_routes": iterations * layers - on.size,
         "imbalance_off": mean["imbalance_off"],
         "imbalance": mean["imbalance"],
         "imbalance_p50": float(np.percentile(on, 50)),
         "imbalance_p99": float(np.percentile(on, 99)),
         "imbalance_worst": float(on.max()),
-        "imbalance_worst_layer": float(on.mean(axis=0).max()),
+        "imbalance_worst_layer": worst_layer,
         "excess_removed": _ratio(
             mean["imbalance_off"] - mean["imbalance"], mean["imbalance_off"] - 1
         ),

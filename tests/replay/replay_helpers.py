@@ -11,6 +11,11 @@ from safetensors.numpy import save_file
 DATA = Path(__file__).parent / "data"
 
 
+def collect(cut) -> np.ndarray:
+    """`[I, L, P, E]`: all iterations of a cut."""
+    return np.array(list(cut.counts))
+
+
 def make_counts(seed: int, iterations=2, layers=2, ranks=4, experts=16, tokens=32, top_k=2):
     """Iterations `[L, P, E] i32` of skewed counts; every rank brings `tokens * top_k` routes."""
     rng = np.random.default_rng(seed)
@@ -47,8 +52,8 @@ def write_megatron(folder: Path, ids: np.ndarray) -> Path:
             json.dumps(
                 {
                     "step": step,
-                    "stage": 0,
-                    "block": 0,
+                    "stage": "pre_dispatch",
+                    "block": "decoder",
                     "layer": layer,
                     "rank": rank,
                     "num_tokens": ids.shape[3],

@@ -11,7 +11,7 @@ from replay_helpers import make_counts
 
 from jax_iser.replay import engine
 from jax_iser.replay.batch import Batch
-from jax_iser.replay.engine import replay, why_not
+from jax_iser.replay.engine import NothingToReplay, replay, why_not
 from jax_iser.replay.metrics import Meter
 from jax_iser.replay.policies import parse_policy
 from jax_iser.replay.trace import Cut
@@ -90,10 +90,32 @@ def test_a_row_by_hand():
     assert cut.notes == ("note",)
 
 
-def test_a_trace_without_routes():
-    (row,), _ = replay(Memory([np.zeros((2, 4, 8), np.int32)]), 4, [parse_policy("haloq")])
-    assert row.figures["imbalance"] == 1
-    assert row.figures["excess_removed"] is None
+def test_a_trace_without_routes_has_no_imbalance():
+    trace = Memory([np.zeros((2, 4, 8), np.int32)])
+    with pytest.raises(NothingToReplay, match="no route in the 1 iterations of memory"):
+        replay(trace, 4, [parse_policy("haloq")])
+
+
+@pytest.mark.parametrize("name", ["none", "haloq", "haloq:resident=1", "p2p", "eplb-whole"])
+def test_calls_without_routes_are_in_no_figure(name):
+    """A dense layer, and a layer that is idle in one iteration, beside the same without them."""
+    iterations = make_counts(1, 3, 2, 4, 16, 64, 2)
+    (expected,), _ = replay(Memory(iterations), 4, [parse_policy(name)])
+    dense = [np.concatenate([counts, 0 * counts[:1]]) for counts in iterations]
+    (found,), _ = replay(Memory(dense), 4, [parse_policy(name)])
+    same = set(expected.figures) - {"layers", "calls_without_routes", "plans_per_s"}
+    assert {key: found.figures[key] for key in same} == {key: expected.figures[key] for key in same}
+    assert (found.figures["calls_without_routes"], expected.figures["calls_without_routes"]) == (
+        3,
+        0,
+    )
+    assert found.layers_off[:2].tolist() == expected.layers_off.tolist()
+    assert np.isnan(found.layers_off[2])
+    assert found.routes == expected.routes
+    idle = [*iterations, 0 * iterations[0]]
+    (found,), _ = replay(Memory(idle), 4, [parse_policy(name)])
+    assert found.figures["calls_without_routes"] == 2
+    assert found.figures["imbalance_off"] == expected.figures["imbalance_off"]
 
 
 def test_more_routes_than_a_plan_takes_are_refused():
@@ -109,8 +131,9 @@ def test_max_iterations():
 def test_json_fields_of_the_contract():
     (row,), _ = replay(Memory(make_counts(1, 2)), 4, [parse_policy("haloq")])
     wanted = (
-        "trace ep slots policy min_group_size iterations layers imbalance_off imbalance "
-        "imbalance_worst excess_removed remote_copies owner_copies_p50 owner_copies_p99 "
+        "trace ep slots policy min_group_size iterations layers calls_without_routes "
+        "imbalance_off imbalance imbalance_worst excess_removed remote_copies "
+        "owner_copies_p50 owner_copies_p99 "
         "owner_copies_max send_max_change recv_max_change groups_without_owner replicas_recur "
         "plans_per_s"
     )

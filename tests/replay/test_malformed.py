@@ -57,6 +57,13 @@ NPZ = {
     "zero experts": ({"num_experts": np.int64(0)}, "num_experts"),
     "short source ranks": ({"source_rank": np.zeros(3, int)}, "source_rank"),
     "negative source rank": ({"source_rank": np.full(40, -1)}, "source_rank"),
+    "an id below -1": ({"topk_ids": np.full((40, 3, 2), -2, np.int8)}, "-2 of token 0, layer 0"),
+    "no route": ({"topk_ids": np.full((40, 3, 2), -1, np.int8)}, "no route at all"),
+    "zeros throughout": ({"topk_ids": np.zeros((40, 3, 2), np.int8)}, "no route at all"),
+    "a type too narrow": (
+        {"topk_ids": np.ones((40, 3, 2), np.int8), "num_experts": np.int32(200)},
+        "int8, which ends at 127",
+    ),
     "Fortran order": ({"topk_ids": np.zeros((40, 3, 2), np.uint8, order="F")}, "Fortran"),
 }
 
@@ -272,6 +279,7 @@ JSONS = {
     "history without loads": '{"load_history": [{"a": 1}]}',
     "history of two shapes": '{"load_history": [{"logical_expert_load": [[1, 2]]}, '
     '{"logical_expert_load": [[1, 2, 3]]}]}',
+    "an empty file of one line": "\n",
     "too many routes together": '{"logical_count": [[2000000000, 2000000000]]}',
 }
 
@@ -294,15 +302,29 @@ MEGATRON = {
     "no step": ({"step": None}, 8, "step"),
     "a float layer": ({"layer": 1.5}, 8, "layer"),
     "a negative rank": ({"rank": -1}, 8, "rank"),
+    "another stage": ({"stage": "post_dispatch"}, 8, "stage"),
+    "a stage as a number": ({"stage": 0}, 8, "stage"),
+    "a block as a number": ({"block": 0}, 8, "block"),
+    "an MTP head as a word": ({"mtp_idx": "first"}, 8, "mtp_idx"),
+    "floats": ({"top_indices": [[0.0, 1.0]]}, 8, "top_indices"),
+    "booleans": ({"top_indices": [[True, False]]}, 8, "top_indices"),
+    "huge": ({"top_indices": [[2**70, 0]]}, 8, "top_indices"),
+    "tokens without ids": ({"top_indices": [[]]}, 8, "top_indices"),
+    "a number": ({"top_indices": 3}, 8, "top_indices"),
+    "null": ({"top_indices": None}, 8, "top_indices"),
+    "top-k as text": ({"topk": "2"}, 8, "topk"),
+    "tokens as text": ({"num_tokens": None}, 8, "num_tokens"),
+    "no route": ({"top_indices": [[-1, -1]]}, 8, "no route at all"),
 }
 
 
 @pytest.mark.parametrize("case", MEGATRON)
 def test_megatron(tmp_path, case):
     changes, experts, field = MEGATRON[case]
-    record = {"step": 0, "stage": 0, "block": 0, "layer": 0, "rank": 0, "num_tokens": 1, "topk": 2}
+    record = {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 0, "rank": 0}
+    record |= {"num_tokens": 1, "topk": 2, "top_indices": [[0, 1]]}
     path = tmp_path / "router_trace_rank0.jsonl"
-    path.write_text(json.dumps(record | {"top_indices": [[0, 1]]} | changes) + "\n")
+    path.write_text(json.dumps(record | changes) + "\n")
     refused(path, field, experts)
 
 
@@ -339,8 +361,18 @@ def break_tensorrt_llm(folder, case):
         rank1.write_bytes(rank1.read_bytes()[:-20])
     elif case == "a header that lies":
         rank1.write_bytes(struct.pack("<Q", 2**60) + b"{}")
-    elif case == "other keys":
-        save_file({"100_3": zero}, rank1)
+    elif case == "keys that are no grid":
+        save_file({"102_3": zero}, rank1)
+    elif case == "no keys":
+        for path in folder.glob("rank*"):
+            save_file({}, path)
+    elif case == "no routes":
+        for path in folder.glob("rank*"):
+            save_file({f"{s}_{la}": zero for s in (100, 101) for la in (3, 4)}, path)
+    elif case == "top-k as text":
+        (folder / "meta_info.json").write_text('{"num_experts": 8, "num_experts_per_token": "2"}')
+    elif case == "top-k as null":
+        (folder / "meta_info.json").write_text('{"num_experts": 8, "num_experts_per_token": null}')
     elif case == "a strange key":
         save_file({"weight": zero}, rank1)
     elif case == "floats":
@@ -361,7 +393,11 @@ def break_tensorrt_llm(folder, case):
         "no rank",
         "a truncated file",
         "a header that lies",
-        "other keys",
+        "keys that are no grid",
+        "no keys",
+        "no routes",
+        "top-k as text",
+        "top-k as null",
         "a strange key",
         "floats",
         "other experts",

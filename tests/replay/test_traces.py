@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from replay_helpers import DATA, write_megatron, write_tensorrt_llm
+from replay_helpers import DATA, collect, write_megatron, write_tensorrt_llm
 
 from jax_iser.replay.traces import open_traces, write_npz
 from jax_iser.replay.traces import tokens as tokens_module
@@ -33,11 +33,16 @@ def naive_counts(ids, rank, chunk, num_ranks, num_experts):
     return counts
 
 
-def collect(cut):
-    return np.array(list(cut.counts))
+def token_trace(ids, lengths=None, source=None, num_experts=8):
+    sizes = (len(ids), *ids.shape[1:], num_experts)
+    return TokenTrace("file", "t", *sizes, lambda n: blocks_of(ids, n), lengths, source)
 
 
-@settings(max_examples=40)
+def in_chunks(tokens, chunk):
+    return tokens // chunk * chunk if tokens >= chunk else tokens
+
+
+@settings(max_examples=80)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=4, max_size=12),
     chunk=st.integers(1, 6),
@@ -45,23 +50,73 @@ def collect(cut):
     seed=st.integers(0, 99),
 )
 def test_requests_go_round_robin_in_equal_chunks(lengths, chunk, routes, seed):
-    ids = np.random.default_rng(seed).integers(-1, 8, (sum(lengths), 2, 3))
-    trace = TokenTrace("file", "t", len(ids), 2, 3, 8, lambda n: blocks_of(ids, n), lengths)
+    assume(sum(lengths))
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(1, 8, (sum(lengths), 2, 3))
+    ids[rng.random(ids.shape) < 0.2] = -1
+    ids[0] = 1
     before = tokens_module._ROUTES_PER_BLOCK
     tokens_module._ROUTES_PER_BLOCK = routes
     try:
-        cut = trace.cut(4, chunk)
+        cut = token_trace(ids, lengths).cut(4, chunk)
         found = collect(cut)
     finally:
         tokens_module._ROUTES_PER_BLOCK = before
-    rank = np.repeat(np.arange(len(lengths)) % 4, lengths)
-    size = min(chunk, int(np.bincount(rank, minlength=4).min()))
+    asked = [length for length in lengths if length]
+    rank = np.repeat(np.arange(len(asked)) % 4, asked)
+    fewest, run = int(np.bincount(rank, minlength=4).min()), len(ids) // 4
+    equal = not fewest or 2 * in_chunks(fewest, chunk) < in_chunks(run, chunk)
+    if equal:  # too few requests, or too uneven ones
+        rank = np.minimum(np.arange(len(ids)) // max(run, 1), 3)
+        fewest = int(np.bincount(rank, minlength=4).min())
+    size = min(chunk, fewest)
     assert cut.tokens_per_rank == size
+    assert any("equal run" in note for note in cut.notes) == equal
     assert any("cannot fill" in note for note in cut.notes) == (size < chunk)
+    used = 4 * size * (fewest // size if size else 0)
+    unused = f"{len(ids) - used} of {len(ids)} tokens are not replayed"
+    assert any(note.startswith(unused) for note in cut.notes) == (used < len(ids))
     if size:
         expected = naive_counts(ids, rank, size, 4, 8)
         assert cut.num_iterations == len(expected)
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk", "used", "words"),
+    [
+        ([0, 100, 0, 0, 156, 0], 8192, 256, "2 requests cannot go round 4 ranks"),
+        ([1, 2, 3, 50, 100, 100], 8192, 256, "leave one of them with 3 of 256 tokens"),
+        ([64, 0, 64, 0, 64, 64], 8192, 256, None),
+        ([40, 50, 60, 106], 8192, 160, "96 of 256 tokens are not replayed"),
+        ([40, 50, 60, 106], 16, 128, "128 of 256 tokens are not replayed"),
+    ],
+)
+def test_uneven_requests_are_replayed_as_far_as_they_go(lengths, chunk, used, words):
+    ids = np.random.default_rng(0).integers(1, 8, (256, 2, 2))
+    cut = token_trace(ids, lengths).cut(4, chunk)
+    assert collect(cut).sum() == used * 4
+    assert words is None or words in " ".join(cut.notes)
+    assert ("not replayed" in " ".join(cut.notes)) == (used < 256)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "used", "words"),
+    [
+        ([199, 19, 19, 19], 76, "180 of 256 tokens are not replayed at EP4"),
+        ([128, 0, 64, 64], 256, "no token of rank 1 of 4: 1 requests cannot go round 4"),
+    ],
+)
+def test_uneven_recorded_ranks(tokens, used, words):
+    ids = np.random.default_rng(0).integers(1, 8, (256, 2, 2))
+    cut = token_trace(ids, source=np.repeat(np.arange(4), tokens)).cut(4, 8192)
+    assert collect(cut).sum() == used * 4
+    assert words in ": ".join(cut.notes)
+
+
+def test_fewer_tokens_than_ranks():
+    cut = token_trace(np.ones((3, 2, 2), int)).cut(4, 8)
+    assert (cut.num_iterations, cut.tokens_per_rank, list(cut.counts)) == (0, 0, [])
 
 
 def blocks_of(ids, rows):

@@ -63,7 +63,8 @@ class HaloQ(Policy):
         _iser.replay_many(batch.iterations, slots, figures, *knobs)
         self._last = slots[-1]
         columns = dict(zip(_COLUMNS, figures.reshape(-1, len(_COLUMNS)).T, strict=True))
-        mean = np.maximum(columns.pop("load_sum"), 1) / batch.num_ranks
+        columns["routes"] = columns.pop("load_sum")
+        mean = np.maximum(columns["routes"], 1) / batch.num_ranks
         empty = columns["load_before_max"] == 0
         for name, load in (("imbalance_off", "load_before_max"), ("imbalance", "load_max")):
             columns[name] = np.where(empty, 1.0, columns.pop(load) / mean)

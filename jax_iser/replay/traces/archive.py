@@ -84,8 +84,8 @@ def read_whole(path, archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
     return data
 
 
-def read_header(path, field: str, stream) -> Header:
-    """The header of a `.npy` stream; object arrays, which are pickles, are refused."""
+def read_header(path, field: str, stream, objects: bool = False) -> Header:
+    """The header of a `.npy` stream; object arrays, which are pickles, only where asked for."""
     try:
         version = np.lib.format.read_magic(stream)
         reader = {
@@ -99,7 +99,7 @@ def read_header(path, field: str, stream) -> Header:
         raise
     except Exception as error:  # the header is a Python literal: many ways to be broken
         raise TraceError(path, field, f"a broken npy header ({error})", "an npy array") from None
-    if dtype.hasobject:
+    if dtype.hasobject and not objects:
         raise TraceError(path, field, "an object array, which is a pickle", "an array of integers")
     if fortran and len(shape) > 1:
         raise TraceError(path, field, "Fortran order", "C order (numpy.ascontiguousarray)")

@@ -46,12 +46,43 @@ def checked_experts(path, num_experts, option: int | None) -> int:
     return check_size(path, "num_experts", known, LIMITS.experts)
 
 
-def check_ids(path, field: str, block: np.ndarray, num_experts: int) -> np.ndarray:
-    """Refuses ids at or above the number of experts; negative ids are padding."""
-    top = int(block.max()) if block.size else -1
-    if top >= num_experts:
-        raise TraceError(path, field, f"expert id {top}", f"ids below {num_experts}")
+def check_ids(path, field: str, block: np.ndarray, num_experts: int, start: int = 0) -> np.ndarray:
+    """Refuses ids that are neither an expert's nor -1, which is padding.
+
+    Args:
+      block: `[tokens, layers, top_k]` integers.
+      start: index of the block's first token, for the message.
+    """
+    if block.size and not -1 <= int(block.min()) <= int(block.max()) < num_experts:
+        wrong = (block < -1) | (block >= num_experts)
+        token, layer, place = np.argwhere(wrong)[0]
+        raise TraceError(
+            path,
+            field,
+            f"expert id {block[token, layer, place]} of token {start + token}, layer {layer}, "
+            f"place {place}",
+            f"ids from 0 to {num_experts - 1}, or -1 for padding",
+        )
     return block
+
+
+def check_id_type(path, field: str, dtype: np.dtype, num_experts: int) -> None:
+    """Refuses a type too narrow for the ids: those above its range have wrapped."""
+    if np.iinfo(dtype).max < num_experts - 1:
+        raise TraceError(
+            path,
+            field,
+            f"{dtype}, which ends at {np.iinfo(dtype).max}",
+            f"a type that holds the ids of {num_experts} experts, such as int16",
+        )
+
+
+def checked_blocks(path, field: str, blocks, num_experts: int) -> Iterator[np.ndarray]:
+    """Blocks of one trace, each with its ids checked."""
+    start = 0
+    for block in blocks:
+        yield check_ids(path, field, block, num_experts, start)
+        start += len(block)
 
 
 def read_npz(path, num_experts: int | None = None) -> TokenTrace:
@@ -73,12 +104,13 @@ def read_npz(path, num_experts: int | None = None) -> TokenTrace:
             raise TraceError(path, "num_experts", found, "an integer scalar")
         stated = int(stated)
     experts = checked_experts(path, stated, num_experts)
+    check_id_type(path, "topk_ids", header.dtype, experts)
 
     def blocks(rows: int) -> Iterator[np.ndarray]:
         with zipfile.ZipFile(path) as archive, archive.open("topk_ids.npy") as stream:
             stream.read(header.offset)
-            for block in stream_rows(path, "topk_ids", header, stream, rows):
-                yield check_ids(path, "topk_ids", block, experts)
+            parts = stream_rows(path, "topk_ids", header, stream, rows)
+            yield from checked_blocks(path, "topk_ids", parts, experts)
 
     tokens, layers, top_k = header.shape
     _check_source(path, source, tokens)
@@ -111,12 +143,13 @@ def read_npy(path, num_experts: int | None = None) -> TokenTrace:
     if header.offset + header.nbytes != size:
         raise TraceError(path, "array", f"{size - header.offset} bytes", f"{header.nbytes}")
     experts = checked_experts(path, None, num_experts)
+    check_id_type(path, "array", header.dtype, experts)
 
     def blocks(rows: int) -> Iterator[np.ndarray]:
         with open(path, "rb") as stream, reading(path, "array"):
             stream.seek(header.offset)
-            for block in stream_rows(path, "array", header, stream, rows):
-                yield check_ids(path, "array", block, experts)
+            parts = stream_rows(path, "array", header, stream, rows)
+            yield from checked_blocks(path, "array", parts, experts)
 
     tokens, layers, top_k = header.shape
     notes = ("no request lengths: the tokens are one request",)

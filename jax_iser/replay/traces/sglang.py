@@ -10,7 +10,7 @@ import numpy as np
 from jax_iser.replay.traces.counts import CountTrace
 from jax_iser.replay.traces.errors import LIMITS, TraceError, check_size
 from jax_iser.replay.traces.npz import check_ids
-from jax_iser.replay.traces.tokens import TokenTrace
+from jax_iser.replay.traces.tokens import TokenTrace, layers_left_out
 from jax_iser.replay.traces.torch_zip import LazyTensor, TorchArchive
 
 
@@ -86,10 +86,9 @@ def dense_counts(path, name: str, parts: list[np.ndarray], notes: tuple[str, ...
     steps, used = counts.any(axis=(1, 2)), counts.any(axis=(0, 2))
     if not steps.any():
         raise TraceError(path, "logical_count", "no route at all", "counts above 0")
-    for what, kept in (("steps", steps), ("layers", used)):
-        if not kept.all():
-            dropped = int((~kept).sum())
-            notes += (f"{dropped} {what} without a route left out (unused buffer or dense layers)",)
+    if not steps.all():
+        notes += (f"{int((~steps).sum())} steps without a route left out (unused buffer)",)
+    notes += layers_left_out(int((~used).sum()))
     counts = counts[steps][:, used]
     num_steps, layers, experts = counts.shape
     source = lambda: (step[None] for step in counts)  # noqa: E731
@@ -112,76 +111,124 @@ def _records(archives):
     return dict(sorted(passes.items()))
 
 
-def _logical_map(archive):
-    """`last_physical_to_logical_map [L, physical]`, checked, and the number of experts."""
-    value = archive.content.get("last_physical_to_logical_map")
-    field = "last_physical_to_logical_map"
-    table = archive.read(_tensor(archive, value, field, 2), field)
-    if not table.size or table.min() < 0:
-        raise TraceError(archive.path, field, "no or negative entries", "expert ids")
-    experts = check_size(archive.path, "experts", int(table.max()) + 1, LIMITS.experts)
-    check_size(archive.path, "layers", table.shape[0], LIMITS.layers)
-    return table, experts
+def _logical_maps(archives):
+    """Each file's `last_physical_to_logical_map [L, physical]`, checked, and the number of experts.
+
+    Returns:
+      `{path: map}`, all of one shape, and `E`.
+    """
+    field, tables = "last_physical_to_logical_map", {}
+    for archive in archives:
+        tensor = _tensor(archive, archive.content.get(field), field, 2)
+        table = archive.read(tensor, field)
+        if not table.size or table.min() < 0:
+            raise TraceError(archive.path, field, "no or negative entries", "expert ids")
+        tables[archive.path] = table
+    first = tables[archives[0].path]
+    experts = check_size(archives[0].path, "experts", int(first.max()) + 1, LIMITS.experts)
+    check_size(archives[0].path, "layers", first.shape[0], LIMITS.layers)
+    for path, table in tables.items():
+        if table.shape != first.shape or int(table.max()) + 1 != experts:
+            found = f"shape {table.shape} with {int(table.max()) + 1} experts"
+            expected = f"shape {first.shape} with {experts}, as in {archives[0].path.name}"
+            raise TraceError(path, field, found, expected)
+    return tables, experts
+
+
+_RECEIVED = (
+    "each rank recorded what it received (DeepEP's low-latency mode), not what it sent: send and "
+    "recv columns are those of evenly spread sources"
+)
 
 
 def _per_pass(archives, name):
-    table, experts = _logical_map(archives[0])
+    tables, experts = _logical_maps(archives)
     passes = _records(archives)
     ranks = sorted({rank for records in passes.values() for rank in records})
-    layers = np.arange(table.shape[0])[:, None]
+    num_layers, physical = tables[archives[0].path].shape
+
+    def read(archive, record):
+        field = "global_physical_count"
+        tensor = _tensor(archive, record[field], field, 2)
+        if tensor.shape != (num_layers, physical):
+            expected = f"shape {(num_layers, physical)}"
+            raise TraceError(archive.path, field, tensor.shape, expected)
+        return archive.read(tensor, field)
+
+    used = np.zeros(num_layers, bool)
+    experts_of = {rank: np.zeros(physical, bool) for rank in ranks}
+    for records in passes.values():
+        for rank, (archive, record) in records.items():
+            count = read(archive, record)
+            used |= count.any(axis=1)
+            experts_of[rank] |= count.any(axis=0)
+    local = _hold_only_their_own(experts_of)
+    if not used.any():
+        raise TraceError(archives[0].path, "records", "no route at all", "counts above 0")
+    layers = np.arange(num_layers)[:, None]
 
     def steps() -> Iterator[np.ndarray]:
         for records in passes.values():
-            step = np.zeros((len(ranks), table.shape[0], experts), np.int64)
+            step = np.zeros((len(ranks), num_layers, experts), np.int64)
             for rank, (archive, record) in records.items():
-                field = "global_physical_count"
-                tensor = _tensor(archive, record[field], field, 2)
-                if tensor.shape != table.shape:
-                    raise TraceError(archive.path, field, tensor.shape, f"shape {table.shape}")
-                np.add.at(step[ranks.index(rank)], (layers, table), archive.read(tensor, field))
-            yield step
+                table = tables[archive.path]
+                np.add.at(step[ranks.index(rank)], (layers, table), read(archive, record))
+            yield step.sum(axis=0, keepdims=True)[:, used] if local else step[:, used]
 
-    path, count = archives[0].path, len(passes)
-    notes = ("physical counts mapped to experts by the last map of the recording",)
-    return CountTrace(path, name, count, len(table), experts, steps, len(ranks), notes=notes)
+    notes = (
+        "physical counts mapped to experts by the last map of the recording",
+        *layers_left_out(int((~used).sum())),
+        *((_RECEIVED,) if local else ()),
+    )
+    sizes = (len(passes), int(used.sum()), experts)
+    sources = 1 if local else len(ranks)
+    return CountTrace(archives[0].path, name, *sizes, steps, sources, notes=notes)
+
+
+def _hold_only_their_own(experts_of: dict[int, np.ndarray]) -> bool:
+    """Whether several ranks' counts, `[physical] bool` each, lie in the experts of that rank alone.
+
+    The ranks recorded may be some of those that there were.
+    """
+    physical = len(next(iter(experts_of.values())))
+    for num_ranks in range(max(experts_of) + 1, physical + 1):
+        owner = np.arange(physical) // (physical // num_ranks)
+        if physical % num_ranks == 0 and all(
+            (owner[used] == rank).all() for rank, used in experts_of.items()
+        ):
+            return len(experts_of) > 1
+    return False
 
 
 def _per_token(archives, name):
-    table, experts = _logical_map(archives[0])
+    tables, experts = _logical_maps(archives)
     passes = _records(archives)
     entries = [(rank, *entry) for records in passes.values() for rank, entry in records.items()]
+    num_layers, physical = tables[archives[0].path].shape
     field, lengths, widths = "topk_ids_of_layer", [], set()
     for _, archive, record in entries:
         tensor = _tensor(archive, record[field], field, 3)
-        if tensor.shape[0] != table.shape[0]:
-            raise TraceError(archive.path, field, tensor.shape, f"{table.shape[0]} layers first")
+        if tensor.shape[0] != num_layers:
+            raise TraceError(archive.path, field, tensor.shape, f"{num_layers} layers first")
         lengths.append(tensor.shape[1])
         widths.add(tensor.shape[2])
+    path = archives[0].path
     if len(widths) != 1:
-        raise TraceError(archives[0].path, field, f"top_k {sorted(widths)}", "one top_k")
-    top_k = check_size(archives[0].path, "top_k", widths.pop(), LIMITS.top_k)
-    layer = np.arange(table.shape[0])[None, :, None]
+        raise TraceError(path, field, f"top_k {sorted(widths)}", "one top_k")
+    top_k = check_size(path, "top_k", widths.pop(), LIMITS.top_k)
+    total = check_size(path, "tokens", sum(lengths), LIMITS.tokens)
+    layer = np.arange(num_layers)[None, :, None]
 
     def blocks(rows: int) -> Iterator[np.ndarray]:
         for _, archive, record in entries:
             ids = archive.read(record[field], field).transpose(1, 0, 2)
-            check_ids(archive.path, field, ids, table.shape[1])
+            check_ids(archive.path, field, ids, physical)
+            table = tables[archive.path]
             logical = np.where(ids < 0, -1, table[layer, np.maximum(ids, 0)])
             for start in range(0, len(logical), rows):
                 yield logical[start : start + rows]
 
-    total = check_size(archives[0].path, "tokens", sum(lengths), LIMITS.tokens)
     source = np.repeat([rank for rank, _, _ in entries], lengths)
     notes = ("each forward pass of a rank is one request",)
-    return TokenTrace(
-        archives[0].path,
-        name,
-        total,
-        len(table),
-        top_k,
-        experts,
-        blocks,
-        np.array(lengths),
-        source,
-        notes,
-    )
+    sizes = (total, num_layers, top_k, experts)
+    return TokenTrace(path, name, *sizes, blocks, np.array(lengths), source, notes)

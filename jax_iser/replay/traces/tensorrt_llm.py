@@ -13,37 +13,55 @@ from jax_iser.replay.traces.counts import CountTrace
 from jax_iser.replay.traces.errors import LIMITS, TraceError, check_size
 from jax_iser.replay.traces.npz import checked_experts
 from jax_iser.replay.traces.text import parse_json
+from jax_iser.replay.traces.tokens import layers_left_out
 
 
 def read_tensorrt_llm(folder: Path, num_experts: int | None = None) -> CountTrace:
     """A folder of statistics; each rank's counts are those of its own tokens.
 
-    Keys are `{iteration}_{layer}`, values counts `[E]`; all ranks hold the same keys.
+    Keys are `{iteration}_{layer}`, values counts `[E]`. A rank that ran no token of an iteration
+    may lack its keys; what else the recorder writes beside these files is not read.
     """
     meta = _meta(folder / "meta_info.json")
     experts = checked_experts(folder / "meta_info.json", meta["num_experts"], num_experts)
     files = _rank_files(folder)
     keys = {rank: _keys(path) for rank, path in files.items()}
-    first = min(files)
-    for rank, mine in keys.items():
-        if mine != keys[first]:
-            odd = sorted(mine ^ keys[first])[:3]
-            raise TraceError(files[rank], "keys", f"{odd} not in all ranks", "the same keys")
-    steps, layers = (sorted({key[i] for key in keys[first]}) for i in range(2))
-    if len(keys[first]) != len(steps) * len(layers):
-        found = f"{len(keys[first])} keys"
-        expected = f"{len(steps)} iterations x {len(layers)} layers"
-        raise TraceError(files[first], "keys", found, expected)
+    every = set().union(*keys.values())
+    steps, layers = (sorted({key[i] for key in every}) for i in range(2))
+    if not every or len(every) != len(steps) * len(layers):
+        found = f"{len(every)} keys"
+        expected = f"{len(steps)} iterations x {len(layers)} layers, at least 1"
+        raise TraceError(folder, "keys", found, expected)
     check_size(folder, "layers", len(layers), LIMITS.layers)
+    notes = _missing(keys, every)
+
+    def read_step(step) -> np.ndarray:
+        rows = [_counts(files[rank], keys[rank], step, layers, experts) for rank in sorted(files)]
+        return np.stack(rows)
+
+    used = np.any([read_step(step).any(axis=(0, 2)) for step in steps], axis=0)
+    if not used.any():
+        raise TraceError(folder, "counts", "no route at all", "counts above 0")
+    notes += layers_left_out(int((~used).sum()))
 
     def read_steps() -> Iterator[np.ndarray]:
-        for step in steps:
-            ranks = [_counts(files[rank], step, layers, experts) for rank in sorted(files)]
-            yield np.stack(ranks)
+        return (read_step(step)[:, used] for step in steps)
 
-    sizes = (len(steps), len(layers), experts)
-    top_k = meta.get("num_experts_per_token", 0)
-    return CountTrace(folder, folder.name, *sizes, read_steps, len(files), top_k)
+    sizes = (len(steps), int(used.sum()), experts)
+    top_k = meta["num_experts_per_token"]
+    return CountTrace(folder, folder.name, *sizes, read_steps, len(files), top_k, notes)
+
+
+def _missing(keys, every) -> tuple[str, ...]:
+    """A note on the keys that some ranks lack."""
+    lack = {rank: len(every - mine) for rank, mine in keys.items() if every - mine}
+    if not lack:
+        return ()
+    worst = max(lack, key=lambda rank: lack[rank])
+    return (
+        f"{len(lack)} of {len(keys)} ranks lack some of the {len(every)} iterations and layers "
+        f"(rank {worst}: {lack[worst]}): counted as ranks without tokens",
+    )
 
 
 def _meta(path):
@@ -53,7 +71,9 @@ def _meta(path):
     if not isinstance(meta, dict) or "num_experts" not in meta:
         raise TraceError(path, "num_experts", "nothing", "a number of experts")
     check_size(path, "num_experts", meta["num_experts"], LIMITS.experts)
-    return meta
+    field = "num_experts_per_token"
+    top_k = check_size(path, field, meta.get(field, 0), LIMITS.top_k, low=0)
+    return {"num_experts": meta["num_experts"], field: top_k}
 
 
 def _rank_files(folder):
@@ -85,16 +105,19 @@ def _keys(path) -> set[tuple[int, int]]:
     return {(int(pair[1]), int(pair[2])) for pair in pairs if pair}
 
 
-def _counts(path, step, layers, experts):
+def _counts(path, keys, step, layers, experts):
+    """`[L, E] i64` of one rank and iteration."""
+    rows = np.zeros((len(layers), experts), np.int64)
     with _open(path) as file:
-        rows = []
-        for layer in layers:
+        for index, layer in enumerate(layers):
+            if (step, layer) not in keys:
+                continue
             try:
                 row = file.get_tensor(f"{step}_{layer}")
-            except (SafetensorError, TypeError, AttributeError) as error:
+            except (SafetensorError, TypeError, AttributeError, ValueError) as error:
                 raise TraceError(path, f"{step}_{layer}", error, "integers") from None
             if row.shape != (experts,) or row.dtype.kind not in "iu":
                 found = f"{row.dtype} of shape {row.shape}"
                 raise TraceError(path, f"{step}_{layer}", found, f"integers [{experts}]")
-            rows.append(row.astype(np.int64))
-    return np.stack(rows)
+            rows[index] = row
+    return rows

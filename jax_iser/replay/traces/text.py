@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jax_iser.replay.traces.counts import CountTrace
 from jax_iser.replay.traces.errors import LIMITS, TraceError, check_size
 from jax_iser.replay.traces.npz import checked_experts
 from jax_iser.replay.traces.sglang import dense_counts
+from jax_iser.replay.traces.tokens import layers_left_out
 
 
 def parse_json(path, field: str, text: bytes | str):
@@ -73,26 +75,33 @@ def _numbers(path, field, value) -> np.ndarray:
     return array.reshape(-1, *array.shape[-2:])
 
 
-_MEGATRON = ("step", "stage", "block", "layer", "rank")
-
-
 def read_megatron(paths: Sequence[Path], name: str, num_experts: int | None = None) -> CountTrace:
-    """Megatron's `router_trace_rank*.jsonl`, a file a rank, read line by line into counts."""
+    """Megatron's `router_trace_rank*.jsonl`, a file a rank, read line by line into counts.
+
+    A layer is named by its block (decoder or mtp), its number and, in an MTP block, its head. The
+    n-th record of a layer in a step is the step's n-th call (micro-batch) of it: an iteration.
+    """
     experts = checked_experts(paths[0], None, num_experts)
-    counts: dict[tuple, np.ndarray] = {}  # by (step, layer, rank)
+    counts: dict[tuple, np.ndarray] = {}  # by ((step, call), layer, rank)
+    calls: Counter[tuple] = Counter()
     widths: set[int] = set()
     for path in paths:
         for number, record in _lines(path):
             step, layer, rank, ids = _record(path, number, record, experts)
-            widths.add(ids.shape[1])
+            if len(ids):
+                widths.add(ids.shape[1])
+            call = calls[step, layer, rank]
+            calls[step, layer, rank] += 1
             found = np.bincount(ids[ids >= 0], minlength=experts)
-            key = (step, layer, rank)
-            counts[key] = counts[key] + found if key in counts else found
-    steps = sorted({step for step, _, _ in counts})
-    layers = sorted({layer for _, layer, _ in counts})
-    ranks = sorted({rank for _, _, rank in counts})
+            counts[(step, call), layer, rank] = found.astype(np.int32)
     if not counts:
         raise TraceError(paths[0], "file", "no record", "lines with top_indices")
+    if not any(found.any() for found in counts.values()):
+        raise TraceError(paths[0], "top_indices", "no route at all", "ids of experts")
+    steps, layers, ranks = (sorted({key[i] for key in counts}) for i in range(3))
+    routed = {layer for (_, layer, _), found in counts.items() if found.any()}
+    notes = layers_left_out(len(layers) - len(routed))
+    layers = [layer for layer in layers if layer in routed]
     check_size(paths[0], "layers", len(layers), LIMITS.layers)
     zero = np.zeros(experts, np.int64)
 
@@ -103,7 +112,7 @@ def read_megatron(paths: Sequence[Path], name: str, num_experts: int | None = No
 
     top_k = widths.pop() if len(widths) == 1 else 0
     sizes = (len(steps), len(layers), experts)
-    return CountTrace(paths[0], name, *sizes, read_steps, len(ranks), top_k)
+    return CountTrace(paths[0], name, *sizes, read_steps, len(ranks), top_k, notes)
 
 
 def _lines(path):
@@ -119,24 +128,43 @@ def _lines(path):
 
 
 def _record(path, number, record, experts):
+    """Step, layer `(block, MTP head or -1, number)`, rank and ids `[tokens, topk]` of a line."""
     where = f"line {number}"
     if not isinstance(record, dict) or "top_indices" not in record:
         raise TraceError(path, where, type(record).__name__, "a record with top_indices")
-    values = [
-        check_size(path, f"{where} {field}", record.get(field), 2**31, low=0) for field in _MEGATRON
-    ]
+    sizes = ("step", "layer", "rank", *(("mtp_idx",) if "mtp_idx" in record else ()))
+    step, layer, rank, *head = (
+        check_size(path, f"{where} {field}", record.get(field), 2**31, low=0) for field in sizes
+    )
+    if record.get("stage") != "pre_dispatch":
+        raise TraceError(path, f"{where} stage", repr(record.get("stage"))[:80], "pre_dispatch")
+    block = record.get("block")
+    if not isinstance(block, str):
+        raise TraceError(path, f"{where} block", repr(block)[:80], "a word, such as decoder")
+    ids = _indices(path, where, record, experts)
+    return step, (block, head[0] if head else -1, layer), rank, ids
+
+
+def _indices(path, where, record, experts) -> np.ndarray:
+    """`top_indices [num_tokens, topk]`; of a call without tokens it is an empty list."""
+    field = f"{where} top_indices"
     try:
-        ids = np.array(record["top_indices"], dtype=np.int64)
+        ids = np.array(record["top_indices"])
     except (ValueError, TypeError, OverflowError) as error:
-        raise TraceError(path, f"{where} top_indices", error, "lists of equal length") from None
-    width = record.get("topk", ids.shape[-1])
-    expected = (record.get("num_tokens", len(ids)), width)
-    if ids.ndim != 2 and ids.size:
-        raise TraceError(path, f"{where} top_indices", f"shape {ids.shape}", "[tokens][topk]")
-    if ids.ndim == 2 and ids.shape != expected:
-        raise TraceError(path, f"{where} top_indices", f"shape {ids.shape}", f"{expected}")
-    if ids.size and not -1 <= ids.min() <= ids.max() < experts:
+        raise TraceError(path, field, error, "lists of equal length") from None
+    if not ids.size:
+        ids = np.zeros((len(ids) if ids.ndim else 0, 0), np.int64)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        found = f"{ids.dtype} of shape {ids.shape}"
+        raise TraceError(path, field, found, "integers [tokens][topk]")
+    told = [
+        check_size(path, f"{where} {name}", record.get(name, size), 2**31, low=0)
+        for name, size in zip(("num_tokens", "topk"), ids.shape, strict=True)
+    ]
+    if len(ids) != told[0] or (len(ids) and ids.shape[1] != told[1]):
+        raise TraceError(path, field, f"shape {ids.shape}", f"{tuple(told)}")
+    check_size(path, f"{where} topk", ids.shape[1], LIMITS.top_k, low=0)
+    if ids.size and not -1 <= int(ids.min()) <= int(ids.max()) < experts:
         found = f"ids {ids.min()} to {ids.max()}"
-        raise TraceError(path, f"{where} top_indices", found, f"ids from -1 to {experts - 1}")
-    step, stage, block, layer, rank = values
-    return step, (stage, block, layer), rank, ids.reshape(len(ids), -1)
+        raise TraceError(path, field, found, f"ids from -1 to {experts - 1}")
+    return ids.astype(np.int64)
