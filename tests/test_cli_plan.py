@@ -137,6 +137,82 @@ def test_many_ranks_fit_a_screen(tmp_path, capsys):
     assert "the four largest flows of each" in capsys.readouterr().out
 
 
+@pytest.fixture
+def trace_file(tmp_path):
+    """A trace of routes, its counts by layer for 4 ranks, in two chunks of 8 tokens/rank."""
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.gumbel(size=(64, 3, 16)) + np.linspace(0, 3, 16))[..., :2]
+    ids[:, 0] = -1  # a dense layer
+    source = np.arange(64) % 4
+    np.savez(tmp_path / "trace.npz", topk_ids=ids, source_rank=source, num_experts=np.int32(16))
+    chunk = np.arange(64) // 4 // 8
+    return tmp_path / "trace.npz", [
+        [
+            np.stack(
+                [
+                    np.bincount(ids[(source == r) & (chunk == i), layer].ravel(), minlength=16)
+                    for r in range(4)
+                ]
+            )
+            for layer in (1, 2)
+        ]
+        for i in range(2)
+    ]
+
+
+@pytest.mark.parametrize(("layer", "iteration"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_a_call_of_a_trace_is_planned(trace_file, tmp_path, capsys, layer, iteration):
+    path, counts = trace_file
+    options = ["--layer", layer, "--iteration", iteration, "--tokens-per-rank", 8, "--ep", 4]
+    found, err = explained(capsys, path, *options, "--min-group-size", 1)
+    np.save(tmp_path / "counts.npy", counts[iteration][layer])
+    expected, _ = explained(capsys, tmp_path / "counts.npy", "--min-group-size", 1)
+    assert found == expected
+    assert f"trace: layer {layer} of 2, iteration {iteration} of 2, EP4" in err
+    assert "1 layers without a route left out" in err
+
+
+def test_arrays_of_routes_are_traces(trace_file, tmp_path, capsys):
+    path, _ = trace_file
+    arrays = np.load(path)
+    np.save(
+        tmp_path / "routed.npy",
+        arrays["topk_ids"][np.argsort(arrays["source_rank"], kind="stable")],
+    )
+    npz, _ = explained(capsys, path, "--ep", 4)
+    npy, _ = explained(capsys, tmp_path / "routed.npy", "--ep", 4, "--num-experts", 16)
+    assert npz == npy
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "16 experts do not divide over 3"),
+        (["--ep", 4, "--layer", 2], "--layer 2 is not below its 2 layers"),
+        (["--ep", 4, "--iteration", 1], "--iteration 1 is not below its 1 iterations"),
+        (["--ep", 4, "--num-experts", 8], "as --num-experts says"),
+    ],
+)
+def test_calls_that_a_trace_lacks(trace_file, capsys, options, words):
+    options = options or ["--ep", 3]
+    assert main(["plan", str(trace_file[0]), *map(str, options)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert words in err
+
+
+def test_folders_of_several_traces_name_them(trace_file, capsys):
+    path, _ = trace_file
+    (path.parent / "other.npz").write_bytes(path.read_bytes())
+    assert main(["plan", str(path.parent)]) == 2
+    assert "holds 2 traces" in capsys.readouterr().err
+
+
+def test_options_of_traces_do_not_go_with_counts(counts_file, capsys):
+    assert main(["plan", str(counts_file), "--layer", "1", "--ep", "8"]) == 2
+    assert "--ep, --layer choose a call of a trace" in capsys.readouterr().err
+
+
 BAD = {
     "floats.npy": (np.ones((4, 8)), ["float64", "(4, 8)"]),
     "flat.npy": (np.ones(8, int), ["(8,)"]),
@@ -155,6 +231,12 @@ def test_bad_counts_are_one_clear_line(tmp_path, capsys, name):
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert all(word in err for word in words), err
+
+
+def test_an_archive_by_another_name_is_one_clear_line(tmp_path, capsys):
+    (tmp_path / "x.npy").write_bytes(b"PK\x03\x04 and nothing")
+    assert main(["plan", str(tmp_path / "x.npy")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("content", ["", "1,2\n3\n", "1.5,2\n", "a,b\n"])

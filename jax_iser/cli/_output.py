@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 
@@ -33,24 +35,46 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def result_console(args: argparse.Namespace) -> Console:
     """Where tables go: standard output, or standard error when that carries JSON."""
-    return Console(stderr=args.json == "-", highlight=False, soft_wrap=True)
+    return _console(stderr=args.json == "-")
 
 
 def progress_console() -> Console:
     """Where progress and remarks go: standard error, always."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _console(stderr=True)
+
+
+def _console(stderr: bool) -> Console:
+    # No markup: names of files and policies are printed, and may hold brackets.
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table as wide as it needs, because a cut name or figure is none."""
+    console.width = max(console.width, 10_000)  # to measure by; it is fitted below
+    width = Measurement.get(console, console.options, table).maximum
+    console.width = max(width, 1)
+    console.print(table)
 
 
 def write_json(target: str | None, value) -> None:
-    """Writes `value` where `--json` says; NaN is refused, since it is not JSON."""
+    """Writes `value` where `--json` says; what is not finite has no JSON and becomes null."""
     if target is None:
         return
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
         Path(target).write_text(text)
+
+
+def _finite(value):
+    """The value with None in place of NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_writable(option: str, target: str | None) -> None:

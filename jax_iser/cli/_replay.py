@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rich.markup import escape
+
 from jax_iser.cli._output import UsageError, number
 from jax_iser.replay.trace import Trace
 
@@ -74,7 +76,7 @@ def make_trace(text: str, args: argparse.Namespace, iterations: int) -> Trace:
 
         return WorkloadTrace(name, **sizes)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error).replace("num_experts=", "--experts ")) from None
 
 
 def open_all(texts: list[str], args: argparse.Namespace, iterations: int, console) -> list[Trace]:
@@ -87,6 +89,11 @@ def open_all(texts: list[str], args: argparse.Namespace, iterations: int, consol
             f"{', '.join(given)} size made-up traces ({' or '.join(MADE)}...), and none is named; "
             "leave them out: recorded ones have sizes of their own"
         )
+    if args.num_experts is not None and all(text.startswith(MADE) for text in texts):
+        raise UsageError(
+            f"--num-experts {args.num_experts} is of recorded traces, and none is named; --experts "
+            "sizes made-up ones"
+        )
     traces: list[Trace] = []
     for text in texts:
         if text.startswith(MADE):
@@ -97,7 +104,7 @@ def open_all(texts: list[str], args: argparse.Namespace, iterations: int, consol
                 f"trace {text} does not exist (made-up ones are {' or '.join(MADE)}...)"
             )
         try:
-            with console.status(f"reading {text}"):
+            with console.status(escape(f"reading {text}")):
                 traces += open_traces(text, args.num_experts)
         except TraceError as error:
             raise UsageError(str(error)) from None

@@ -62,14 +62,14 @@ def examine() -> dict:
 
 def _print(console, result: dict) -> None:
     for title in ("versions", "system", "cuda"):
-        console.print(f"[bold]{title}[/bold]")
+        console.print(title, style="bold")
         for name, value in result[title].items():
             console.print(f"  {name:<14} {_in_words(value)}", markup=False)
-    console.print("[bold]devices[/bold]")
+    console.print("devices", style="bold")
     for device in result["devices"]:
         console.print(f"  {device}", markup=False)
     for title in ("methods", "fabrics"):
-        console.print(f"[bold]{title}[/bold]")
+        console.print(title, style="bold")
         for name, found in result[title].items():
             word = "works" if found["works"] else "no"
             console.print(f"  {name:<24} {word:<6} {found['why']}", markup=False)

@@ -1,11 +1,13 @@
 """Explains one plan: how HALO-Q would balance a layer call, from the routes that each rank has for
 each expert. COUNTS holds integers [ranks, experts]: row s, column e is the number of (token, k)
-assignments of source rank s to expert e; expert e lives on rank e // (experts / ranks)."""
+assignments of source rank s to expert e; expert e lives on rank e // (experts / ranks). Or it is a
+trace, as jax-iser replay reads them, of which one layer call is planned."""
 
 from __future__ import annotations
 
 import argparse
 import tokenize
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,16 @@ from jax_iser.cli._output import (
     check_writable,
     make_table,
     number,
+    print_table,
+    progress_console,
     result_console,
     write_json,
+)
+from jax_iser.cli._plan_trace import (
+    add_trace_arguments,
+    counts_of_trace,
+    is_trace,
+    refuse_trace_arguments,
 )
 from jax_iser.groups import group_levels
 from jax_iser.planner import plan_counts, plan_many
@@ -33,7 +43,11 @@ _MAX_FLOW_COLUMNS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     count = number(int, 0, 2**31 - 1)
-    add("counts", metavar="COUNTS", help="integers [ranks, experts], .npy or comma-separated .csv")
+    add(
+        "counts",
+        metavar="COUNTS",
+        help="integers [ranks, experts], .npy or comma-separated .csv; or a recorded trace",
+    )
     add(
         "--slots",
         metavar="S",
@@ -46,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(4, 2, 1),
         default=4,
-        help="of helper groups, 4, 2 or 1 ranks (default 4)",
+        help="ranks of the smallest group that an expert is copied to (default 4)",
     )
     add(
         "--min-routes",
@@ -60,25 +74,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=count,
         default=0,
-        help="plan nothing while max/mean load is below this many thousandths (default 0)",
+        help="plan nothing while R, the largest load over the mean, is below this many thousandths "
+        "(default 0)",
     )
     add(
         "--copy-rule",
         choices=COPY_RULES,
         default="owner_direct",
-        help="who sends (default owner_direct)",
+        help="who sends an expert: its owner to all members (owner_direct), every member a share "
+        "(sami), or one or the other by helper slot (per_slot) (default owner_direct)",
     )
     add(
         "--resident",
         metavar="FILE",
         help="expert that each helper slot holds already, [ranks, slots], -1 for none (.npy, .csv)",
     )
+    add_trace_arguments(parser)
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
-    counts = read_integers(args.counts)
+    if is_trace(args.counts):
+        counts, what = counts_of_trace(args)
+        progress_console().print(what, style="dim")
+    else:
+        refuse_trace_arguments(args)
+        counts = read_integers(args.counts)
     resident = None
     if args.resident is not None:
         resident = read_integers(args.resident, "[ranks, slots]")
@@ -111,9 +133,9 @@ def read_integers(path: str, axes: str = "[ranks, experts]") -> np.ndarray:
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".npy", ".csv"):
-        raise UsageError(f"{path} is neither .npy nor .csv")
+        raise UsageError(f"{path} is neither .npy nor .csv, and no trace that there is")
     try:
-        array = np.load(path, allow_pickle=False) if suffix == ".npy" else _read_csv(path)
+        array = _read_npy(path) if suffix == ".npy" else _read_csv(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     except (
@@ -123,6 +145,7 @@ def read_integers(path: str, axes: str = "[ranks, experts]") -> np.ndarray:
         MemoryError,
         SyntaxError,
         tokenize.TokenError,
+        zipfile.BadZipFile,
     ) as error:
         raise UsageError(f"{path} does not hold integers: {error}") from error
     if not isinstance(array, np.ndarray):
@@ -133,6 +156,11 @@ def read_integers(path: str, axes: str = "[ranks, experts]") -> np.ndarray:
             "a rank, as of numpy.save(path, array.astype(int))"
         )
     return array
+
+
+def _read_npy(path: str):
+    with open(path, "rb") as stream:
+        return np.load(stream, allow_pickle=False)
 
 
 def _read_csv(path: str) -> np.ndarray:
@@ -222,7 +250,7 @@ def _print_broadcasts(console, broadcasts: list[dict]) -> None:
             str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}",
             "  ".join(f"{rank}: {routes:,}" for rank, routes in row["quota"].items() if routes),
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def _print_flow(console, flow: list[list[int]]) -> None:
@@ -233,7 +261,7 @@ def _print_flow(console, flow: list[list[int]]) -> None:
         table = make_table("from", *map(str, ranks))
         for source in ranks:
             table.add_row(str(source), *(f"{routes:,}" for routes in flow[source]))
-        console.print(table)
+        print_table(console, table)
         return
     console.print("Routes by source rank: the four largest flows of each (--json has all)")
     for source in ranks:

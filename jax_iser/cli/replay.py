@@ -2,6 +2,20 @@
 
 TRACE is a file or folder (our .npz, SGLang, vLLM, TensorRT-LLM or Megatron recordings), or a
 made-up one: synthetic:mixed, synthetic:gsm8k, synthetic:uniform, workload:W0 to workload:W7.
+
+columns, over the layer calls that have routes:
+  EP, S       ranks, and helper slots of a rank
+  R off, R    mean over calls of the largest rank's load over the mean, without and with the policy
+  worst       the highest R of a call with the policy
+  gone        share of R off - 1 that the policy removes
+  copies, MB  experts received by ranks that do not own them, in a layer, and their bytes
+  owner p50/99/max  expert payloads out of the busiest owner of a call: median, 99 %, most
+  send, recv  change of the most routes that a rank sends out, and takes in
+  no owner    share of broadcasts to a group of ranks that does not hold the expert's owner
+  recur       share of replicas that the same rank held in the iteration before
+  plans/s     plans of the policy per second, all threads together
+  us off, us  modelled layer time without and with the policy, with --time-fit or --time-points
+A dash stands for what does not apply: no excess to remove, no broadcast, nothing held before.
 """
 
 from __future__ import annotations
@@ -9,6 +23,7 @@ from __future__ import annotations
 import argparse
 
 from rich import box
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -17,6 +32,7 @@ from jax_iser.cli._output import (
     add_json_argument,
     check_writable,
     number,
+    print_table,
     progress_console,
     result_console,
     write_json,
@@ -25,6 +41,7 @@ from jax_iser.cli._replay import add_size_arguments, folder, integers, make_fold
 
 EXAMPLE = "jax-iser replay synthetic:mixed --ep 4,8 --policy none,haloq,p2p --json -"
 ITERATIONS = 20
+TOKENS_PER_RANK = 8192
 DEEPSEEK_V4_PRO_EXPERT_BYTES = 37_158_912
 
 
@@ -47,9 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-rank",
         type=number(int, 1, 2**24),
-        default=8192,
         metavar="N",
-        help="tokens of a rank in a call (default 8192)",
+        help="tokens of a rank in a call (default 8192); recorded counts have sizes of their own",
     )
     parser.add_argument(
         "--policy",
@@ -62,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-experts",
         type=number(int, 1, 1024),
         metavar="E",
-        help="for traces that do not state it",
+        help="experts of recorded traces that do not state it; checked where they do",
     )
     parser.add_argument(
         "--threads", type=number(int, 1, 256), metavar="N", help="default: all cores"
@@ -71,32 +87,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     knobs = parser.add_argument_group("HALO-Q")
     knobs.add_argument(
         "--min-group-size",
-        type=number(int, 1, 4),
-        default=4,
-        metavar="1|2|4",
+        type=int,
+        choices=(4, 2, 1),
         help="ranks of the smallest group that an expert is copied to (default 4)",
     )
     knobs.add_argument(
         "--min-routes",
         type=number(int, 0, 2**31 - 1),
-        default=0,
         metavar="N",
-        help="skip placements of fewer routes (default 0)",
+        help="skip placements that move fewer routes (default 0)",
     )
     knobs.add_argument(
         "--gain-threshold",
         type=number(int, 0, 2**31 - 1),
-        default=0,
         metavar="G",
-        help="in thousandths of R",
+        help="plan nothing for a call whose R is below this many thousandths (default 0)",
     )
     cost = parser.add_argument_group("costs")
     cost.add_argument(
         "--expert-bytes",
-        type=number(int, 1),
+        type=number(int, 1, 2**50),
         default=DEEPSEEK_V4_PRO_EXPERT_BYTES,
         metavar="B",
-        help="bytes of one expert (default: DeepSeek-V4-Pro's)",
+        help="bytes of one expert (default 37158912, DeepSeek-V4-Pro's in NVFP4)",
     )
     cost.add_argument("--time-fit", metavar="A,B", help="layer time A + B*R in us, as 513,1051")
     cost.add_argument("--time-points", metavar="FILE", help="fit it to a JSON list of [R, us]")
@@ -112,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
     policies, fit = _policies(args), _time_fit(args)
     console = progress_console()
     traces = open_all(args.traces, args, ITERATIONS, console)
+    _check_tokens(args, traces)
     rows, notes, skipped = [], [], []
     for trace in traces:
         notes += [f"{trace.name}: {note}" for note in trace.notes]
@@ -141,6 +155,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+KNOBS = ("min_group_size", "min_routes", "gain_threshold")
+
+
 def _policies(args):
     from jax_iser.replay.policies import parse_policy
 
@@ -149,9 +166,32 @@ def _policies(args):
         policies = [parse_policy(name) for name in names]
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if args.min_group_size == 3:
-        raise UsageError("--min-group-size 3 is not one of 1, 2, 4")
+    for knob in _given_knobs(args):
+        if not any(knob in policy.takes for policy in policies):
+            raise UsageError(
+                f"--{knob.replace('_', '-')} {getattr(args, knob)} has no policy to go to: none of "
+                f"{', '.join(policy.label for policy in policies)} takes it from the command line"
+            )
     return policies
+
+
+def _given_knobs(args) -> dict[str, int]:
+    """The planner's knobs that the command line has."""
+    values = {name: getattr(args, name) for name in KNOBS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_tokens(args, traces):
+    """Refuses a chunk size that no trace is cut by, and sets the one that was left out."""
+    from jax_iser.replay.traces.counts import CountTrace
+
+    if args.tokens_per_rank is None:
+        args.tokens_per_rank = TOKENS_PER_RANK
+    elif all(isinstance(trace, CountTrace) for trace in traces):
+        raise UsageError(
+            f"--tokens-per-rank {args.tokens_per_rank} cuts no trace: recorded counts are replayed "
+            "step by step as they are; leave it out"
+        )
 
 
 def _time_fit(args):
@@ -172,7 +212,7 @@ def _replay_one(args, trace, ep, policies, console):
     from jax_iser.replay.traces import TraceError
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"{trace.name} EP{ep}", total=None)
+        task = bar.add_task(escape(f"{trace.name} EP{ep}"), total=None)
         try:
             return replay(
                 trace,
@@ -183,9 +223,7 @@ def _replay_one(args, trace, ep, policies, console):
                 max_iterations=args.iterations,
                 num_threads=args.threads,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
-                min_group_size=args.min_group_size,
-                min_routes=args.min_routes,
-                gain_threshold=args.gain_threshold,
+                **_given_knobs(args),
             )
         except NothingToReplay:
             raise
@@ -215,6 +253,7 @@ _COLUMNS = {
     "worst": lambda f: f"{f['imbalance_worst']:.2f}",
     "gone": lambda f: _percent(f["excess_removed"], "{:.1f} %"),
     "copies": lambda f: f"{f['remote_copies']:.1f}",
+    "MB": lambda f: f"{f['remote_mb']:,.0f}",
     "owner p50/99/max": lambda f: (
         f"{f['owner_copies_p50']:.0f}/{f['owner_copies_p99']:.0f}/{f['owner_copies_max']}"
     ),
@@ -231,8 +270,7 @@ def _percent(value, form="{:+.1f} %"):
 
 
 def _print_tables(console, rows, fit):
-    """A table a trace; as wide as it needs, because a cut figure is none."""
-    console.width = max(console.width, 150)
+    """A table for each trace."""
     columns = dict(_COLUMNS)
     if fit:
         columns["us off"] = lambda f: f"{f['layer_us_off']:.0f}"
@@ -245,7 +283,7 @@ def _print_tables(console, rows, fit):
         for f in (row.figures for row in rows if row.figures["trace"] == trace):
             head = (str(f["ep"]), str(f["slots"]), f["policy"])
             table.add_row(*head, *(show(f) for show in columns.values()))
-        console.print(table)
+        print_table(console, table)
 
 
 def _plot(args, traces, rows, console):

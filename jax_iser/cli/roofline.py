@@ -2,12 +2,22 @@
 
 A scenario is a device, a model, tokens per rank and copies per rank; it is above the device's line
 when token traffic and copies fit beside the computation at peak rates.
+
+columns of the first table:
+  copies       expert copies that a rank receives in the layer
+  routed only  FLOP of the routed experts per byte of token traffic and copies
+  with shared  the same with the shared expert's FLOP, weighted by how much slower it runs
+  line         FLOP/B above which traffic and copies hide; * marks what is below
+
+The second table has the times of the first device, model and number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 
+from rich import box
 from rich.table import Table
 
 from jax_iser.cli._output import (
@@ -15,6 +25,7 @@ from jax_iser.cli._output import (
     add_json_argument,
     check_writable,
     number,
+    print_table,
     progress_console,
     result_console,
     write_json,
@@ -32,15 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         action="append",
         metavar=_DEVICE,
-        help="dense PFLOP/s of the routed experts, GB/s a direction, and how many times slower the "
-        "shared expert runs; default GB300 and VR200",
+        help="dense PFLOP/s of the routed experts, GB/s per direction, and how many times slower "
+        "the shared expert runs; repeat it for several devices; default GB300 and VR200",
     )
     parser.add_argument(
         "--model",
         action="append",
         metavar=_MODEL,
-        help="expert input width, intermediate size, top-k, shared experts and their width; "
-        "default DeepSeek-V4-Pro and Kimi K3",
+        help="expert input width, intermediate size, top-k, shared experts, their width and the "
+        "layers (default 61); repeat it for several models; default DeepSeek-V4-Pro and Kimi K3",
     )
     parser.add_argument(
         "--tokens-per-rank",
@@ -80,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
         devices[0], models[0], args.tokens_per_rank[0], args.ep, args.slots
     )
     console = result_console(args)
-    console.print(_scenario_table(rows))
+    print_table(console, _scenario_table(rows))
     title = f"{models[0].name} on {devices[0].name}, {args.tokens_per_rank[0]:,} tokens/rank"
-    console.print(_time_table(times, title))
+    print_table(console, _time_table(times, title))
     write_json(args.json, {"scenarios": [row._asdict() for row in rows], **times})
     if args.plot:
         from jax_iser.replay.figures import roofline_figure
 
-        path = roofline_figure(rows, times, args.plot)
+        path = roofline_figure(rows, times, title, args.plot)
         progress_console().print(f"wrote {path}", markup=False)
     return 0
 
@@ -101,8 +112,8 @@ def _fields(text, option, form, counts, kinds):
         values = [kind(part) for kind, part in zip(kinds, parts[1:], strict=False)]
     except ValueError as error:
         raise UsageError(f"{option} {text!r}: {error}") from None
-    if not all(0 <= value < 1e12 for value in values):
-        raise UsageError(f"{option} {text!r} holds a number below 0 or too large")
+    if not all(value == 0 or 1e-6 <= value <= 1e9 for value in values):
+        raise UsageError(f"{option} {text!r} holds a number that is not 0 and outside 1e-6 to 1e9")
     return parts[0], values
 
 
@@ -125,17 +136,25 @@ def _model(text):
 
 
 def _scenario_table(rows):
-    table = Table(title="FLOP per communicated byte; * below the device's line: copies do not hide")
+    title = "FLOP per communicated byte; * below the device's line: copies do not hide"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("device", "model", "tokens/rank", "copies", "routed only", "with shared", "line"):
-        table.add_column(name, justify="left" if name in ("device", "model") else "right")
+        left = name in ("device", "model")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     routed = [row for row in rows if not row.shared]
     shared = {row[:4]: row for row in rows if row.shared}
     for row in routed:
         both = (row, shared[row[:4]])
-        ratios = (f"{each.ratio:,.0f}{'' if each.above else ' *'}" for each in both)
+        ratios = map(_ratio, both)
         head = (row.device, row.model, f"{row.tokens_per_rank:,}", str(row.copies))
         table.add_row(*head, *ratios, f"{row.line:,.0f}")
     return table
+
+
+def _ratio(scenario):
+    if not math.isfinite(scenario.ratio):
+        return "no traffic"
+    return f"{scenario.ratio:,.0f}{'' if scenario.above else ' *'}"
 
 
 _LABELS = {
@@ -153,7 +172,9 @@ _LABELS = {
 
 
 def _time_table(times, title):
-    table = Table("", "", title=title, show_header=False)
+    table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
+    for justify in ("left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
     for key, (label, unit, digits) in _LABELS.items():
         table.add_row(label, f"{times[key]:,.{digits}f} {unit}")
     return table

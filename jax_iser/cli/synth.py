@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rich.markup import escape
+
 from jax_iser.cli._output import (
     UsageError,
     add_json_argument,
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="NAME", help="synthetic:NAME or workload:NAME")
     parser.add_argument("--out", required=True, metavar="FILE", help="the .npz to write")
     parser.add_argument(
-        "--ep", type=number(int, 1, 72), default=8, metavar="P", help="source ranks"
+        "--ep", type=number(int, 1, 72), default=8, metavar="P", help="source ranks (default 8)"
     )
     parser.add_argument(
         "--tokens-per-rank",
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if reason := why_not(trace.num_experts, args.ep):
         raise UsageError(f"{reason}; choose --ep and --experts that divide")
     try:
-        with progress_console().status(f"making {trace.name}"):
+        with progress_console().status(escape(f"making {trace.name}")):
             tokens = write_counts(args.out, trace, args.ep, args.tokens_per_rank)
     except ValueError as error:
         raise UsageError(str(error)) from None

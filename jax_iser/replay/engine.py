@@ -96,7 +96,7 @@ def replay(
             f"{cut.tokens_per_rank} tokens/rank with {trace.top_k} experts each on {num_ranks} "
             f"ranks are {routes} routes, and a plan takes at most {2**31 - 1}; use fewer tokens"
         )
-    jobs = [(make, s) for s in slots for make in policies]
+    jobs = _jobs(policies, slots)
     spans = _layer_spans(trace.num_layers, num_threads or usable_cores())
     team = [[make(slots=s, **knobs) for make, s in jobs] for _ in spans]
     meters = [[Meter() for _ in jobs] for _ in spans]
@@ -110,6 +110,12 @@ def replay(
         head["min_group_size"] = getattr(team[0][index], "min_group_size", None)
         rows.append(_row(head, parts))
     return rows, cut
+
+
+def _jobs(policies, slots):
+    """Each policy with each number of slots, or with its own, and none twice."""
+    jobs = {(make.label, make(slots=s).slots): (make, s) for s in slots for make in policies}
+    return [(make, s) for (_, s), (make, _) in jobs.items()]
 
 
 def usable_cores() -> int:

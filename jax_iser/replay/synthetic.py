@@ -65,8 +65,10 @@ def popularity(shares, tail: float, num_experts: int) -> np.ndarray:
     if len(place) * head[-1] <= rest:
         least = len(head) + int(rest / head[-1]) + 1
         raise ValueError(
-            f"num_experts={num_experts} cannot have these shares, for none of the others may be "
-            f"hotter than the 16th; use at least {least} experts or the uniform trace"
+            f"num_experts={num_experts} is too few for this trace: its 16 hottest experts draw "
+            f"{sum(head):.0%} of the routes as published, and the others, none hotter than the "
+            f"16th, cannot draw the rest; use at least {least} experts, or synthetic:uniform or a "
+            "workload, which take any number"
         )
     for _ in range(200):
         scale = np.sqrt(low * high)

@@ -1,6 +1,7 @@
 """The replay, synth, roofline and broadcast commands: output, exit codes, errors of one line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,12 @@ def test_replay_plots(capsys, tmp_path):
     )  # fmt: skip
     assert code == 0
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    wanted = ("fig1_imbalance", "fig2_popularity", "fig4c_owner_copies", "fig7_objectives")
+    wanted = (
+        "imbalance_without_balancing",
+        "expert_popularity",
+        "busiest_owner_copies",
+        "haloq_objectives",
+    )
     assert names == {f"{name}.png" for name in wanted}
 
 
@@ -96,7 +102,7 @@ def test_roofline(capsys, tmp_path):
         "device", "model", "tokens_per_rank", "copies", "shared", "ratio", "line", "above",
     }  # fmt: skip
     assert round(result["routed_us"], 1) == 432.9
-    assert (tmp_path / "fig3_roofline.png").stat().st_size > 10_000
+    assert (tmp_path / "math_over_communication.png").stat().st_size > 10_000
 
 
 def test_roofline_of_ones_own(capsys):
@@ -117,7 +123,7 @@ def test_broadcast(capsys, tmp_path):
     )
     assert code == 0
     assert round(json.loads(out)["rows"][1]["ring_gbps"]) == 250
-    assert (tmp_path / "fig5b_broadcast.png").exists()
+    assert (tmp_path / "broadcast_bandwidth.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -132,11 +138,59 @@ def test_broadcast(capsys, tmp_path):
         (["replay", "workload:W0", "--slots", "17"], 2, "above 16"),
         (["replay", "workload:W0", "--policy", "best"], 2, "not one of none"),
         (["replay", "workload:W0", "--policy", "haloq:x=1"], 2, "no setting"),
-        (["replay", "workload:W0", "--min-group-size", "3"], 2, "not one of 1, 2, 4"),
+        (["replay", "workload:W0", "--min-group-size", "3"], 2, "invalid choice: 3"),
         (["replay", "workload:W0", "--time-fit", "1"], 2, "A,B"),
         (["replay", "workload:W0", "--json", "/nowhere/x.json"], 2, "does not exist"),
         (["replay", "workload:W0", "--experts", "32", "--ep", "5"], 2, "nothing was replayed"),
         (["replay", "synthetic:mixed", "--experts", "32"], 2, "at least"),
+        (
+            ["synth", "synthetic:mixed", "--experts", "32", "--out", "x.npz"],
+            2,
+            "--experts 32 is too",
+        ),
+        (["replay", "workload:W0", "--num-experts", "64"], 2, "--num-experts 64 is of recorded"),
+        (
+            ["replay", "workload:W0", "--policy", "none,p2p", "--min-group-size", "2"],
+            2,
+            "--min-group-size 2 has no policy to go to: none of none, p2p takes it",
+        ),
+        (
+            ["replay", "workload:W0", "--policy", "haloq:min_routes=3", "--min-routes", "2"],
+            2,
+            "--min-routes 2 has no policy to go to",
+        ),
+        (
+            ["replay", "workload:W0", "--policy", "haloq-owner", "--gain-threshold", "2"],
+            2,
+            "--gain-threshold 2 has no policy to go to",
+        ),
+        (
+            ["replay", "workload:W0", "--policy", "eplb-past:interval=0"],
+            2,
+            "interval=0 is outside 1",
+        ),
+        (["replay", "workload:W0", "--policy", "eplb-past:window=-1"], 2, "window=-1 is outside 0"),
+        (["replay", "workload:W0", "--policy", "p2p:copies_per_owner=-1"], 2, "is outside 0"),
+        (["replay", "workload:W0", "--policy", "p2p:slots=17"], 2, "slots=17 is outside 0 to 16"),
+        (["replay", "workload:W0", "--policy", "lplb:sweeps=-1"], 2, "sweeps=-1 is outside 0"),
+        (
+            ["replay", "workload:W0", "--policy", "haloq:resident=2"],
+            2,
+            "resident=2 is outside 0 to 1",
+        ),
+        (
+            ["replay", "workload:W0", "--policy", "haloq:min_routes=-1"],
+            2,
+            "min_routes=-1 is outside",
+        ),
+        (["replay", "workload:W0", "--policy", "haloq:copy_rule=x"], 2, "copy_rule='x' is not one"),
+        (["replay", "workload:W0", "--policy", "haloq:min_group_size=3"], 2, "not one of 1, 2, 4"),
+        (["replay", "workload:W0", "--policy", "haloq-owner:owner_only=2"], 2, "outside 0 to 1"),
+        (["replay", "e[/y].npz"], 2, "trace e[/y].npz does not exist"),
+        (["synth", "workload:[/y]", "--out", "x.npz"], 2, "workload '[/y]' is not one of W0"),
+        (["broadcast", "--expert-bytes", "9" * 400], 2, "is above"),
+        (["roofline", "--device", "a:1e-300:1:1"], 2, "outside 1e-6 to 1e9"),
+        (["roofline", "--device", "a:nan:1:1"], 2, "outside 1e-6 to 1e9"),
         (["synth", "mixed", "--out", "x.npz"], 2, "does not start with"),
         (["synth", "workload:W0", "--out", "x.pt"], 2, "does not end in .npz"),
         (["replay", "workload:W0", "--experts", "16", "--top-k", "20"], 2, "--top-k 20 exceeds"),
@@ -184,6 +238,92 @@ def test_experts_that_a_token_names_twice_are_told(capsys, npz):
     assert " ".join(err.split()).count("1 of the first 40 tokens name an expert twice") == 1
 
 
+def test_names_with_brackets_are_names(capsys, npz, tmp_path):
+    """Names are printed as they are: brackets are no markup of the terminal."""
+    (tmp_path / "e[").mkdir()
+    path = npz("e[/y].npz")  # a folder, and a file whose name closes a bracket
+    code, out, err = run(capsys, "replay", str(path), "--ep", "2")
+    assert code == 0, err
+    assert "y], mean over iterations" in out
+    assert "y]: " in err
+    argv = ["--device", "[/a]:1:2:3", "--model", "[b]:64:64:2:1:64", "--plot", str(tmp_path)]
+    code, out, _ = run(capsys, "roofline", *argv)
+    assert code == 0
+    assert "[/a]" in out
+    assert "[b]" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["roofline"], ["DeepSeek-V4-Pro", "tokens/rank", "with shared"]),
+        (["broadcast"], ["scatter + all-gather", "one port (measured)"]),
+        (
+            ["replay", "workload:W1", *SMALL, "--ep", "4", "--policy", "haloq:min_group_size=1"],
+            ["haloq:min_group_size=1", "owner p50/99/max", "plans/s"],
+        ),
+    ],
+)
+def test_tables_cut_nothing_on_a_narrow_terminal(capsys, monkeypatch, argv, names):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    assert all(name in out for name in names)
+    assert "…" not in out
+
+
+def test_help_explains_every_column(capsys):
+    _, out, _ = run(capsys, "replay", "--help")
+    _, table, _ = run(
+        capsys, "replay", "workload:W2", *SMALL, "--ep", "4", "--iterations", "1",
+        "--time-fit", "1,2",
+    )  # fmt: skip
+    heads = next(line for line in table.splitlines() if "plans/s" in line)
+    explained = out.partition("columns")[2].partition("\n\n")[0]
+    for head in re.split(r"\s{2,}", heads.strip()):
+        assert re.search(rf"(^|[ ,]){re.escape(head)}[ ,]", explained, re.MULTILINE), head
+
+
+def test_a_policy_with_slots_of_its_own_is_one_row(capsys):
+    code, out, _ = run(
+        capsys, "replay", "workload:W2", *SMALL, "--ep", "4", "--iterations", "1",
+        "--policy", "haloq:slots=3,haloq,haloq", "--slots", "2,2,4", "--json", "-",
+    )  # fmt: skip
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    assert [(row["policy"], row["slots"]) for row in rows] == [
+        ("haloq:slots=3", 3), ("haloq", 2), ("haloq", 4),
+    ]  # fmt: skip
+    assert rows[0]["slots_used_max"] == 3
+
+
+def test_chunks_of_recorded_counts_are_refused(capsys, tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text('{"logical_count": [[1, 2, 3, 4]]}')
+    code, _, err = run(capsys, "replay", str(path), "--ep", "2", "--tokens-per-rank", "8")
+    assert (code, "--tokens-per-rank 8 cuts no trace" in err) == (2, True)
+    assert run(capsys, "replay", str(path), "--ep", "2")[0] == 0
+
+
+def test_an_ep_degree_without_tokens_is_skipped(capsys, tmp_path):
+    np.save(tmp_path / "few.npy", np.ones((3, 2, 2), np.int16))
+    argv = [str(tmp_path / "few.npy"), "--num-experts", "8", "--json", "-"]
+    code, out, _ = run(capsys, "replay", *argv, "--ep", "2,4")
+    assert code == 0
+    assert json.loads(out)["skipped"] == ["EP4 skipped: few has fewer tokens than 4 ranks"]
+    assert run(capsys, "replay", *argv, "--ep", "4")[0] == 2
+
+
+def test_one_rank_sends_nothing(capsys, tmp_path):
+    argv = ["roofline", "--ep", "1", "--copies", "0,2", "--plot", str(tmp_path)]
+    code, out, _ = run(capsys, *argv, "--json", "-")
+    assert code == 0
+    rows = json.loads(out)["scenarios"]
+    assert {row["ratio"] is None for row in rows if not row["copies"]} == {True}
+    assert {row["ratio"] is None for row in rows if row["copies"]} == {False}
+    assert "no traffic" in run(capsys, *argv)[1]
+
+
 # Policies of one's own
 
 
@@ -221,6 +361,14 @@ def test_the_documented_policy_runs(capsys, tmp_path):
         (("quota=quota,", "quota=2 * quota,"), "do not sum to the routes of their experts"),
         (("load=loads_of", "load=1 + loads_of"), "load: not that of its quota"),
         (("routes = batch.totals", "routes = batch.loads"), "has no attribute 'loads'"),
+        (
+            ("    name =", "    needs_totals = True\n    fit = None\n    name ="),
+            "fit raised TypeError",
+        ),
+        (
+            ("    name =", "    def __post_init__(self):\n        1 / 0\n\n    name ="),
+            "Hottest raised Zero",
+        ),
     ],
 )
 def test_policies_that_do_not_work_are_one_line(capsys, tmp_path, change, words):

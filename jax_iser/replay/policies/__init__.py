@@ -35,6 +35,7 @@ class PolicyMaker:
 
     Attributes:
       label: the policy as the command line names it.
+      takes: the fields that a caller may still set.
       needs_totals: as of `Policy`.
     """
 
@@ -43,6 +44,7 @@ class PolicyMaker:
         self._kinds = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         self._given = dict(_setting(cls, self._kinds, setting) for setting in settings)
         self.label = ":".join([cls.name, *settings])
+        self.takes = frozenset(self._kinds) - set(self._given)
         self.needs_totals = cls.needs_totals
 
     def __call__(self, **fields) -> Policy:

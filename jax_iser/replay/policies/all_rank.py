@@ -28,6 +28,7 @@ class AllRank(Policy):
     choose: str = "layer"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.choose not in ("layer", "rank"):
             raise ValueError(f"choose={self.choose!r} is not one of layer, rank")
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from jax_iser.planner import MAX_HELPER_SLOTS as MAX_SLOTS
 from jax_iser.replay.batch import Batch, Outcome
 
 
@@ -28,6 +29,14 @@ class Policy:
     needs_totals: ClassVar[bool] = False
 
     slots: int = 4
+
+    def __post_init__(self):
+        self.check("slots", self.slots, 0, MAX_SLOTS)
+
+    def check(self, name: str, value: int, low: int, high: int = 2**31 - 1) -> None:
+        """Raises ValueError where a setting is outside its range."""
+        if not low <= value <= high:
+            raise ValueError(f"{self.name}:{name}={value} is outside {low} to {high}")
 
     def fit(self, totals) -> None:
         """Is given the trace's routes of this instance's layers, `[L, E] i64`, if asked for."""

@@ -14,7 +14,7 @@ from jax_iser.groups import group_levels
 from jax_iser.reference.planner import tournament
 from jax_iser.replay.batch import Batch, Outcome
 from jax_iser.replay.policies.base import Policy
-from jax_iser.replay.policies.haloq import group_members, helper_table, multicast
+from jax_iser.replay.policies.haloq import check_group_size, group_members, helper_table, multicast
 from jax_iser.replay.split import fill_to
 
 
@@ -92,6 +92,11 @@ class OwnerGroups(Policy):
 
     min_group_size: int = 4
     owner_only: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_group_size(self, self.min_group_size)
+        self.check("owner_only", self.owner_only, 0, 1)
 
     def plan(self, batch: Batch) -> Outcome:
         levels = group_levels(batch.num_ranks, self.min_group_size)

@@ -48,6 +48,13 @@ class HaloQ(Policy):
     resident: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
+        check_group_size(self, self.min_group_size)
+        self.check("min_routes", self.min_routes, 0)
+        self.check("gain_threshold", self.gain_threshold, 0)
+        self.check("resident", self.resident, 0, 1)
+        if self.copy_rule not in COPY_RULES:
+            raise ValueError(f"copy_rule={self.copy_rule!r} is not one of {', '.join(COPY_RULES)}")
         self._bank = self._last = None
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray] | None:
@@ -104,6 +111,12 @@ class HaloQ(Policy):
         in_place = (there | ~members).all(axis=1)
         rows[in_place, 5] = RESIDENT
         return ~in_place
+
+
+def check_group_size(policy: Policy, size: int) -> None:
+    """Raises ValueError where `min_group_size` is none that the planner has."""
+    if size not in (1, 2, 4):
+        raise ValueError(f"{policy.name}:min_group_size={size} is not one of 1, 2, 4")
 
 
 def group_members(rows, num_ranks):

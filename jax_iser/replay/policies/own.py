@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 
@@ -19,16 +20,31 @@ def load(path: str) -> type[Policy]:
     own = _find(path)
 
     class Checked(own):  # type: ignore[misc, valid-type]
+        def __init__(self, *args, **kwargs):
+            with _told_of(path, own.__name__):
+                super().__init__(*args, **kwargs)
+
+        def fit(self, totals) -> None:
+            with _told_of(path, "fit"):
+                super().fit(totals)
+
         def plan(self, batch: Batch) -> Outcome:
-            try:
+            with _told_of(path, "plan"):
                 outcome = super().plan(batch)
-            except Exception as error:  # whatever the file raises
-                raise ValueError(f"policy file {path}: plan raised {_told(error)}") from error
             if reason := why_wrong(batch, outcome, self.slots):
                 raise ValueError(f"policy file {path}: plan answered {reason}")
             return outcome
 
     return Checked
+
+
+@contextlib.contextmanager
+def _told_of(path, what):
+    """Turns whatever the file raises into a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"policy file {path}: {what} raised {_told(error)}") from error
 
 
 def _find(path: str) -> type[Policy]:

@@ -26,6 +26,10 @@ class PointToPoint(Policy):
 
     copies_per_owner: int = 0
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.check("copies_per_owner", self.copies_per_owner, 0)
+
     def plan(self, batch: Batch) -> Outcome:
         num_plans, num_ranks, num_slots = batch.num_plans, batch.num_ranks, self.slots
         state = Exports(batch, batch.home)

@@ -28,6 +28,9 @@ class StaticPast(Policy):
     window: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
+        self.check("interval", self.interval, 1)
+        self.check("window", self.window, 0)
         self._past: list[np.ndarray] = []
         self._sum: np.ndarray | None = None
         self._placed: tuple[np.ndarray, np.ndarray] | None = None
@@ -99,6 +102,10 @@ class Resplit(StaticWhole):
     name = "lplb"
 
     sweeps: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check("sweeps", self.sweeps, 0, 1000)
 
     def _split(self, batch, plan, expert, weight):
         return resplit(batch, plan, expert, weight, self.sweeps)
