@@ -1,73 +1,103 @@
-"""How the processes of a Domain find each other and map each other's memory.
+"""The processes of a Domain: their memory, mapped in each other, and what they tell each other.
 
 Memory is an anonymous memfd: nothing has a name on the file system, so nothing is left behind when
-a process is killed. Descriptors travel over an abstract Unix socket whose address goes through
-jax.distributed's key-value store together with a one-time token; both ends check the token and
-that the peer runs as the same user.
+a process is killed. Descriptors travel over the sockets that `_meeting` connects.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
-import secrets
 import socket
 import struct
+import weakref
 
 import jax
 import numpy as np
 
 from jax_iser import _iser
-from jax_iser._ffi import key_value_client
+from jax_iser._meeting import FD, LEAVE, Meeting, receive_exactly
+from jax_iser.errors import IserError
 
-_made = itertools.count()  # Domains made by this process: the same on all of them
+_all_members: weakref.WeakSet[Members] = weakref.WeakSet()
+_PEER_DIED, _TIMEOUT = 2, 1  # codes of IserError
+_WORDS = {FD: "called Domain.place", LEAVE: "closed the Domain"}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Members:
     """The processes of a Domain as this one sees them.
 
     Attributes:
       specs: per process (memfd, first rank, number of ranks, socket to it or -1).
       local: index of this process in `specs`.
+      meeting: of these processes, until the Domain is made.
     """
 
     specs: list[tuple[int, int, int, int]]
     local: int
-    tag: str = ""
+    meeting: Meeting | None = None
     sockets: list[socket.socket] = dataclasses.field(default_factory=list)
     fds: list[int] = dataclasses.field(default_factory=list)
     placed: list[np.ndarray] = dataclasses.field(default_factory=list)
 
-    def barrier(self, name: str, timeout_s: float) -> None:
-        """Waits until every process is here; nothing to do in a single one."""
+    def __post_init__(self):
+        _all_members.add(self)
+
+    def wait_made(self, limit_s: float) -> None:
+        """Waits until every process has made the Domain; nothing to do in a single one."""
         if len(self.specs) > 1:
-            self._client().wait_at_barrier(f"{self.tag}/{name}", int(timeout_s * 1000))
+            assert self.meeting is not None
+            self.meeting.wait_made(self._peers(), limit_s)
+        self.meeting = None
 
-    def _client(self):
-        return key_value_client()
+    def _peers(self) -> list[socket.socket | None]:
+        """A socket to each process, by `specs` index; None for this one."""
+        by_fd = {sock.fileno(): sock for sock in self.sockets}
+        return [by_fd.get(alive) for _, _, _, alive in self.specs]
 
-    def part(self, timeout_s: float) -> tuple[int, str] | None:
-        """Waits until every process leaves; None, or (its first rank, what became of it)."""
+    def part(self, timeout_s: float) -> IserError | None:
+        """Waits until every process closes the Domain; who did not, or None."""
         for sock in self.sockets:
             with contextlib.suppress(OSError):
-                sock.sendall(b"x")
-        for _, first_rank, _, alive in self.specs:
-            for sock in self.sockets:
-                if sock.fileno() != alive:
-                    continue
-                sock.settimeout(timeout_s)
-                try:
-                    if not sock.recv(1):
-                        return first_rank, "is gone"
-                except TimeoutError:
-                    return first_rank, f"did not close its Domain within {timeout_s:g} s"
-                except OSError:
-                    return first_rank, "is gone"
+                sock.sendall(LEAVE)
+        for index, peer in enumerate(self._peers()):
+            if peer is None:
+                continue
+            peer.settimeout(timeout_s)
+            try:
+                word = peer.recv(1)
+            except TimeoutError:
+                what = f"did not close its Domain within {timeout_s:g} s while this one did"
+                return self._failure(index, what, _TIMEOUT, "closing")
+            except OSError:
+                word = b""
+            if word == FD:
+                return self._disagreement(index, FD, LEAVE)
+            if word != LEAVE:
+                return self._failure(
+                    index, "is gone while this one closed the Domain", _PEER_DIED, "closing"
+                )
         return None
+
+    def _failure(self, index, what, code, stage) -> IserError:
+        _, first_rank, _, _ = self.specs[index]
+        return IserError(
+            f"IserError: the process of rank {first_rank} {what}",
+            code=code,
+            rank=self.specs[self.local][1],
+            peer=first_rank,
+            stage=stage,
+        )
+
+    def _disagreement(self, index, theirs, ours) -> IserError:
+        what = (
+            f"{_WORDS.get(theirs, 'did something else')} while this one {_WORDS[ours]}; both must "
+            "be done by all processes of a Domain, in the same order"
+        )
+        return self._failure(index, what, 0, "placing")
 
     def close(self) -> None:
         """Closes descriptors and sockets; mappings are closed by the Domain."""
@@ -78,12 +108,36 @@ class Members:
         self.sockets, self.fds, self.placed = [], [], []
 
     def exchange_fds(self, fd: int, note: dict) -> list[tuple[int, dict]]:
-        """Sends a descriptor with a note to every other process; theirs, by `specs` index."""
-        by_fd = {sock.fileno(): sock for sock in self.sockets}
-        peers = [by_fd.get(alive) for _, _, _, alive in self.specs]  # None for this process
-        for peer in filter(None, peers):
-            _send_fd(peer, fd, note)
-        return [(fd, note) if peer is None else _receive_fd(peer) for peer in peers]
+        """Sends a descriptor with a note to every other process; theirs, by `specs` index.
+
+        Raises:
+          IserError: a process is gone, or does something else.
+        """
+        peers = self._peers()
+        with contextlib.suppress(OSError):  # whoever hung up is met below
+            for peer in filter(None, peers):
+                _send_fd(peer, fd, note)
+        return [
+            (fd, note) if peer is None else self._receive_fd(index, peer)
+            for index, peer in enumerate(peers)
+        ]
+
+    def _receive_fd(self, index, peer):
+        try:
+            return _receive_fd(peer)
+        except _OtherMessageError as other:
+            raise self._disagreement(index, other.word, FD) from None
+        except ConnectionError as error:
+            if self.meeting is not None:
+                raise self.meeting.gone(index) from error
+            what = "is gone while this one called Domain.place"
+            raise self._failure(index, what, _PEER_DIED, "placing") from error
+        except TimeoutError as error:
+            limit_s = peer.gettimeout()
+            if self.meeting is not None:
+                raise self.meeting.late([index], limit_s) from error
+            what = f"did not call Domain.place within {limit_s:g} s, as this one did"
+            raise self._failure(index, what, _TIMEOUT, "placing") from error
 
     def place(self, domain_id: int, array: np.ndarray, sharding, serial: int) -> jax.Array:
         """One array in shared memory of each process; see `Domain.place`."""
@@ -98,7 +152,10 @@ class Members:
         notes = self.exchange_fds(fd, {"address": address, "bytes": memory.nbytes, "n": serial})
         for (peer_fd, note), (_, first_rank, _, _) in zip(notes, self.specs, strict=True):
             if note["n"] != serial:
-                raise RuntimeError("processes called Domain.place in different orders")
+                raise RuntimeError(
+                    f"this process places array {serial} of the Domain, that of rank {first_rank} "
+                    f"array {note['n']}: call Domain.place in the same order on all processes"
+                )
             _iser.add_placed(domain_id, peer_fd, first_rank, note["address"], note["bytes"])
         for peer_fd, _ in notes:
             os.close(peer_fd)
@@ -130,12 +187,7 @@ def _memfd(size: int) -> int:
     return fd
 
 
-def process_count(devices) -> int:
-    """Processes that own the devices."""
-    return len({device.process_index for device in devices})
-
-
-def connect(devices, ranks_per_device, segment_bytes, config) -> Members:
+def connect(devices, ranks_per_device, segment_bytes, config, meeting: Meeting) -> Members:
     """Makes this process's memory and maps in that of the others.
 
     Args:
@@ -143,13 +195,15 @@ def connect(devices, ranks_per_device, segment_bytes, config) -> Members:
       ranks_per_device: ranks on each.
       segment_bytes: function from a number of ranks to the bytes of their segment.
       config: compared across processes.
+      meeting: of the devices' processes.
 
     Raises:
       ValueError: devices of a process are not consecutive, processes are on several hosts, or have
         different configurations.
+      IserError: a process failed, is gone or did not come.
     """
     owners = [device.process_index for device in devices]
-    processes = sorted(set(owners), key=owners.index)
+    processes = meeting.processes
     spans = [
         (owners.index(p) * ranks_per_device, owners.count(p) * ranks_per_device) for p in processes
     ]
@@ -158,124 +212,70 @@ def connect(devices, ranks_per_device, segment_bytes, config) -> Members:
             f"devices along the axis belong to processes {owners}; order the mesh so that each "
             "process's devices are consecutive"
         )
-    serial = next(_made)
-    me = jax.process_index()
-    if me not in processes:
-        raise ValueError(f"process {me} has no device on the mesh; only its members make a Domain")
-    fd = _memfd(segment_bytes(spans[processes.index(me)][1]))
-    if len(processes) == 1:
-        return Members([(fd, *spans[0], -1)], 0, fds=[fd])
-    return _connect_processes(processes, spans, fd, serial, config)
-
-
-def _connect_processes(processes, spans, fd, serial, config) -> Members:
-    client, me = key_value_client(), jax.process_index()
-    local = processes.index(me)
-    tag = f"jax_iser/{serial}/{'-'.join(map(str, processes))}"
-    limit_ms = int(config.startup_limit_s(True) * 1000)
-    token = secrets.token_hex(16)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    name = f"\0jax_iser-{secrets.token_hex(16)}"
-    listener.bind(name)
-    listener.listen(len(processes))
-    listener.settimeout(config.startup_limit_s(True))
-    card = {"host": _host_id(), "name": name, "token": token, "config": config.digest}
-    client.key_value_set(f"{tag}/{me}", json.dumps(card))
-    cards = [json.loads(client.blocking_key_value_get(f"{tag}/{p}", limit_ms)) for p in processes]
-    _compare_cards(cards, processes, local)
-    members = Members([(fd, *span, -1) for span in spans], local, tag, fds=[fd])
+    local = meeting.local
+    if meeting.is_alone:
+        fd = _memfd(segment_bytes(spans[local][1]))
+        return Members([(fd, *spans[local], -1)], local, fds=[fd])
+    sockets = meeting.meet(config.digest, config.startup_limit_s(True))
+    members = Members([], local, meeting, sockets=[sock for sock in sockets if sock is not None])
     try:
-        for index in range(len(processes)):
-            if index != local:
-                _meet(members, listener, cards, index, config.startup_limit_s(True))
-    finally:
-        listener.close()
+        fd = _memfd(segment_bytes(spans[local][1]))
+        members.fds.append(fd)
+        members.specs = [
+            (fd, *span, -1 if sock is None else sock.fileno())
+            for span, sock in zip(spans, sockets, strict=True)
+        ]
+        _swap_memory(members, fd)
+    except BaseException as error:
+        meeting.tell(error)  # before the sockets close, so that peers learn why
+        members.close()
+        raise
     return members
 
 
-def _host_id() -> str:
-    """Tells hosts apart: processes share memory within one boot of one kernel."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
+def _swap_memory(members, fd):
+    """Replaces the descriptors in `members.specs` by those of each process's memory."""
+    for index, (peer_fd, note) in enumerate(members.exchange_fds(fd, {"from": members.local})):
+        if index == members.local:
+            continue
+        members.fds.append(peer_fd)
+        if note["from"] != index:
+            raise RuntimeError(f"process {note['from']} answered in place of {index}")
+        members.specs[index] = (peer_fd, *members.specs[index][1:])
 
 
-def _compare_cards(cards, processes, local):
-    for card, process in zip(cards, processes, strict=True):
-        if card["host"] != cards[local]["host"]:
-            raise ValueError(
-                f"process {process} is on another host than process {processes[local]}; on CPUs a "
-                "Domain spans one host"
-            )
-        if card["config"] != cards[local]["config"]:
-            raise ValueError(
-                f"process {process} made its Domain with other sizes or knobs than process "
-                f"{processes[local]}; pass the same to all"
-            )
+class _OtherMessageError(ConnectionError):
+    """Something came in place of a descriptor."""
+
+    def __init__(self, word: bytes):
+        super().__init__(f"message {word!r} came in place of a descriptor")
+        self.word = word
 
 
-def _meet(members, listener, cards, index, limit_s):
-    """Connects to (as the later process) or accepts (as the earlier) one peer; swaps memory."""
-    local = members.local
-    if index < local:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(limit_s)
-        sock.connect(cards[index]["name"])
-        sock.sendall(f"{cards[index]['token']}{local:08d}".encode())
-        peer = index
-    else:
-        sock, peer = _accept(members, listener, cards[local]["token"], limit_s)
-    _check_same_user(sock)
-    fd = members.specs[local][0]
-    _send_fd(sock, fd, {"from": local})
-    peer_fd, note = _receive_fd(sock)
-    if note["from"] != peer:
-        raise RuntimeError(f"process {note['from']} answered in place of {peer}")
-    members.sockets.append(sock)
-    members.fds.append(peer_fd)
-    members.specs[peer] = (peer_fd, *members.specs[peer][1:3], sock.fileno())
-
-
-def _accept(members, listener, token, limit_s):
-    """The next connection that knows the token; strangers are hung up on."""
-    while True:
-        sock, _ = listener.accept()
-        sock.settimeout(min(limit_s, 10.0))
-        try:
-            _check_same_user(sock)
-            words = _receive_exactly(sock, 40)
-        except OSError:  # of another user, silent, or gone
-            words = b""
-        if secrets.compare_digest(words[:32], token.encode()):
-            sock.settimeout(limit_s)
-            return sock, int(words[32:])
-        sock.close()
-
-
-def _check_same_user(sock):
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    if uid != os.getuid():
-        raise PermissionError(f"a peer runs as user {uid}, this process as {os.getuid()}")
-
-
-def _receive_exactly(sock, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise ConnectionError("a peer hung up while the Domain was being made")
-        data += piece
-    return data
+_HEAD = struct.Struct("<cI")  # FD, bytes of the note
 
 
 def _send_fd(sock, fd: int, note: dict) -> None:
     text = json.dumps(note).encode()
-    socket.send_fds(sock, [struct.pack("I", len(text))], [fd])
+    socket.send_fds(sock, [_HEAD.pack(FD, len(text))], [fd])
     sock.sendall(text)
 
 
 def _receive_fd(sock) -> tuple[int, dict]:
-    head, fds, _, _ = socket.recv_fds(sock, 4, 1)
-    if len(head) != 4 or len(fds) != 1:
+    head, fds, _, _ = socket.recv_fds(sock, _HEAD.size, 1)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    if head and head[:1] != FD:
+        raise _OtherMessageError(head[:1])
+    if len(head) != _HEAD.size or len(fds) != 1:
         raise ConnectionError("a peer hung up while sending its memory")
-    return fds[0], json.loads(_receive_exactly(sock, struct.unpack("I", head)[0]))
+    return fds[0], json.loads(receive_exactly(sock, _HEAD.unpack(head)[1]))
+
+
+def _leave_in_child():
+    """A forked child holds copies of the sockets, which would hide the death of its parent."""
+    for members in list(_all_members):
+        members.close()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

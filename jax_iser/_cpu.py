@@ -19,16 +19,18 @@ class CpuRuntime:
       members: the processes.
     """
 
-    def __init__(self, config, devices, is_multi_process):
+    def __init__(self, config, devices, meeting):
         self._config = config
+        is_multi_process = not meeting.is_alone
         shape, options = shape_of(config, is_multi_process), options_of(config, is_multi_process)
         self.members = _bootstrap.connect(
-            devices, config.ranks_per_device, shape.segment_bytes, config
+            devices, config.ranks_per_device, shape.segment_bytes, config, meeting
         )
         self._num_placed = 0
         try:
             self.id = _iser.create_domain(options, self.members.specs, self.members.local)
-        except BaseException:
+        except BaseException as error:
+            meeting.tell(error)  # before the sockets close, so that peers learn why
             self.members.close()
             raise
 
@@ -38,6 +40,10 @@ class CpuRuntime:
     def wait_idle(self, wait_s: float) -> bool:
         """Whether all calls ended within so many seconds."""
         return _iser.wait_idle(self.id, wait_s)
+
+    def leave(self) -> None:
+        """Calls of other processes that need this one fail from now on."""
+        _iser.leave_domain(self.id)
 
     def close(self, wait_s: float) -> None:
         """Fails what does not end within `wait_s`, then releases everything."""

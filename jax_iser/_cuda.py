@@ -37,7 +37,8 @@ class CudaRuntime:
       members: the processes.
     """
 
-    def __init__(self, config, devices, is_multi_process):
+    def __init__(self, config, devices, meeting):
+        is_multi_process = not meeting.is_alone
         _check(config, is_multi_process)
         self._config, self.id = config, next(_ids)
         local = [d for d in devices if d.process_index == jax.process_index()]
@@ -48,15 +49,19 @@ class CudaRuntime:
         for ordinal in self._ordinals:
             _iser_cuda.add_setup(ordinal, config.digest, setup)
         # Memory comes from the driver; the processes' memfds stay empty but for a page.
-        self.members = _bootstrap.connect(devices, config.ranks_per_device, lambda _: 1, config)
+        self.members = _bootstrap.connect(
+            devices, config.ranks_per_device, lambda _: 1, config, meeting
+        )
         try:
             self._memory = _cuda_memory.allocate(Devices.of(local), setup.device_bytes())
-        except BaseException:
+        except BaseException as error:
+            meeting.tell(error)  # before the sockets close, so that peers learn why
             self.members.close()
             raise
         try:
             self._parts = self._make_parts(setup)
-        except BaseException:
+        except BaseException as error:
+            meeting.tell(error)
             self._release()
             raise
 
@@ -92,6 +97,9 @@ class CudaRuntime:
     def wait_idle(self, wait_s: float) -> bool:
         """Whether every GPU ran what was enqueued within so many seconds."""
         return all(part.wait_idle(wait_s) for part in self._parts)
+
+    def leave(self) -> None:
+        """Nothing to do: kernels that wait for this process end at their limit."""
 
     def close(self, wait_s: float) -> None:
         """Fails what does not end within `wait_s`, then releases everything."""

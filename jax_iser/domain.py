@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import difflib
 import math
-import os
 import threading
 import warnings
 import weakref
@@ -16,8 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_iser import _bootstrap, _iser, fp8
+from jax_iser import _fork, _iser, fp8
 from jax_iser._cpu import CpuRuntime
+from jax_iser._meeting import Meeting
 from jax_iser._options import shape_of
 from jax_iser.config import DomainConfig, check_integer
 from jax_iser.errors import IserError
@@ -25,10 +25,8 @@ from jax_iser.errors import IserError
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}  # of jax's devices
 _open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
 _kept_domains: set[Domain] = set()  # attached to a model: they stay alive until they are closed
-_process = os.getpid()
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DomainHandle:
     """What a program takes of a Domain: an argument of the jitted function, never a constant.
@@ -40,7 +38,7 @@ class DomainHandle:
     """
 
     words: jax.Array
-    config: DomainConfig = dataclasses.field(metadata={"static": True})
+    config: DomainConfig
 
     @property
     def devices(self) -> list | None:
@@ -49,6 +47,20 @@ class DomainHandle:
             return None
         sharding = getattr(self.words, "sharding", None)
         return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else None
+
+
+def _flatten_handle(handle):
+    # Every call of a program comes by here: in a forked child it would never end.
+    _fork.refuse()
+    return (handle.words,), handle.config
+
+
+jax.tree_util.register_pytree_with_keys(
+    DomainHandle,
+    lambda handle: (((jax.tree_util.GetAttrKey("words"), handle.words),), handle.config),
+    lambda config, leaves: DomainHandle(*leaves, config),
+    _flatten_handle,
+)
 
 
 class Domain:
@@ -76,6 +88,8 @@ class Domain:
 
     Raises:
       ValueError, TypeError: sizes that do not fit, naming both values.
+      IserError: another process of the mesh failed to make the Domain, is gone, or did not come.
+      RuntimeError: in a process that was forked after JAX had been started.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -113,50 +127,56 @@ class Domain:
         copy_sms: int | None = None,
         **unknown: Never,
     ):
-        _check_names(unknown)
+        _fork.refuse()
         _check_mesh(mesh, axis)
-        check_integer("ranks_per_device", ranks_per_device, least=1)
         self.mesh, self.axis = mesh, axis
-        self.config = DomainConfig(
-            num_ranks=mesh.shape[axis] * ranks_per_device,
-            num_experts=num_experts,
-            top_k=top_k,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            max_tokens_per_rank=max_tokens_per_rank,
-            ranks_per_device=ranks_per_device,
-            num_helper_slots=num_helper_slots,
-            dtype=dtype,
-            weight_dtype=weight_dtype,
-            num_layers=num_layers,
-            bank=bank,
-            min_group_size=min_group_size,
-            min_routes=min_routes,
-            gain_threshold=gain_threshold,
-            resident=resident,
-            copy_rule=copy_rule,
-            max_routes_per_rank=max_routes_per_rank,
-            timeout_s=timeout_s,
-            startup_timeout_s=startup_timeout_s,
-            poison=poison,
-            copy_sms=copy_sms,
-            platform=_platform_of(mesh),
-        )
         self._devices = list(mesh.devices.flat)
-        is_multi_process = _bootstrap.process_count(self._devices) > 1
         self._lock, self._is_open = threading.Lock(), True
-        self._runtime = _make_runtime(self.config, self._devices, is_multi_process)
+        # Whatever goes wrong from here on, the other processes are told.
+        with Meeting(self._devices, ranks_per_device) as meeting:
+            _check_names(unknown)
+            check_integer("ranks_per_device", ranks_per_device, least=1)
+            self.config = DomainConfig(
+                num_ranks=mesh.shape[axis] * ranks_per_device,
+                num_experts=num_experts,
+                top_k=top_k,
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                max_tokens_per_rank=max_tokens_per_rank,
+                ranks_per_device=ranks_per_device,
+                num_helper_slots=num_helper_slots,
+                dtype=dtype,
+                weight_dtype=weight_dtype,
+                num_layers=num_layers,
+                bank=bank,
+                min_group_size=min_group_size,
+                min_routes=min_routes,
+                gain_threshold=gain_threshold,
+                resident=resident,
+                copy_rule=copy_rule,
+                max_routes_per_rank=max_routes_per_rank,
+                timeout_s=timeout_s,
+                startup_timeout_s=startup_timeout_s,
+                poison=poison,
+                copy_sms=copy_sms,
+                platform=_platform_of(mesh),
+            )
+            self._make(meeting)
+        _open_domains.add(self)
+
+    def _make(self, meeting):
+        self._runtime = _make_runtime(self.config, self._devices, meeting)
         self._members = self._runtime.members
         self._dropped = weakref.finalize(self, _release_dropped, self._runtime)
         self._dropped.atexit = False  # _close_all is there for the open ones
         try:
             self.handle = DomainHandle(self._place_words(), self.config)
             self._runtime.publish()
-            self._members.barrier("made", self.config.startup_limit_s(is_multi_process))
-        except BaseException:
+            self._members.wait_made(self.config.startup_limit_s(not meeting.is_alone))
+        except BaseException as error:
+            meeting.tell(error)  # before the sockets close, so that peers learn why
             self._release(0.0)
             raise
-        _open_domains.add(self)
 
     def _place_words(self):
         ranks = self.config.ranks_per_device
@@ -189,7 +209,11 @@ class Domain:
         Args:
           check: raise `IserError` if the Domain has failed.
           wait_s: how long calls in flight may take before they are failed.
+
+        A forked child's copy of a Domain is the parent's: closing it does nothing.
         """
+        if _fork.is_child():  # what is shared is the parent's, and the lock may be held for ever
+            return
         with self._lock:
             if not self._is_open:
                 return
@@ -211,12 +235,10 @@ class Domain:
         self._runtime.close(wait_s)
 
     def _part(self) -> IserError | None:
-        missing = self._members.part(self.config.timeout_s)
-        if missing is None:
-            return None
-        rank, fate = missing
-        text = f"IserError: the process of rank {rank} {fate} while this one closed the Domain"
-        return IserError(text, code=2 if fate == "is gone" else 1, peer=rank, stage="closing")
+        """Leaves together with the other processes; what went wrong meanwhile."""
+        self._runtime.leave()
+        failure = self._members.part(self.config.timeout_s)
+        return self._failure() or failure  # a peer's call that needed this process says more
 
     def _failure(self) -> IserError | None:
         fields = self._runtime.describe_error()
@@ -234,6 +256,7 @@ class Domain:
             raise failure
 
     def _require_open(self):
+        _fork.refuse()
         if not self._is_open:
             raise ValueError("this Domain is closed; make a new one")
 
@@ -391,12 +414,12 @@ def _platform_of(mesh) -> str:
     return _PLATFORMS[platforms.pop()]
 
 
-def _make_runtime(config, devices, is_multi_process):
+def _make_runtime(config, devices, meeting):
     if config.platform == "cpu":
-        return CpuRuntime(config, devices, is_multi_process)
+        return CpuRuntime(config, devices, meeting)
     from jax_iser._cuda import CudaRuntime
 
-    return CudaRuntime(config, devices, is_multi_process)
+    return CudaRuntime(config, devices, meeting)
 
 
 def keep_open(domain: Domain | DomainHandle) -> None:
@@ -433,6 +456,8 @@ def _wait_for_results(devices):
 def _release_dropped(runtime):
     """Ends a Domain that nobody closed. On a thread of its own: garbage is found on any thread, one
     of the Domain's included, which could not wait for itself."""
+    if _fork.is_child():
+        return
     warnings.warn(
         "a jax_iser.Domain was dropped without close(); use it as a context manager",
         ResourceWarning,
@@ -445,7 +470,7 @@ def _release_dropped(runtime):
 
 @atexit.register
 def _close_all():
-    if os.getpid() != _process:
-        return  # a forked child has the Domains' memory, but not their threads
+    if _fork.is_child():
+        return
     for domain in list(_open_domains):
         domain.close(check=False, wait_s=1.0)

@@ -75,3 +75,12 @@ def join(argv):
         address, int(num_processes), int(index), cluster_detection_method="deactivate"
     )
     return int(index), rest
+
+
+def globally(mesh, array):
+    """The array sharded over the mesh's axis, each process giving its own part."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

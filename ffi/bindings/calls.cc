@@ -74,6 +74,7 @@ Target find_target(const uint32_t* words, size_t count, int64_t sizes) {
                 "again (jax_iser.nnx.attach(model, domain)), or pass its handle as an argument of "
                 "the program, not as a constant captured by it"};
   }
+  if (std::string error = forked_text(*domain); !error.empty()) return {nullptr, nullptr, error};
   Device* device = domain->device_of(static_cast<int32_t>(words[1]));
   if (!device) {
     return {nullptr, nullptr,

@@ -79,6 +79,9 @@ uint32_t create_domain(const cpu::DomainOptions& options, const std::vector<Segm
 std::shared_ptr<cpu::Domain> get(uint32_t id) {
   auto domain = find_domain(id);
   if (!domain) throw nb::value_error("this Domain is closed");
+  if (const std::string error = forked_text(*domain); !error.empty()) {
+    throw std::runtime_error(error);
+  }
   return domain;
 }
 
@@ -93,10 +96,7 @@ bool close_domain(uint32_t id, double wait_s) {
   std::shared_ptr<cpu::Domain> domain = get(id);
   nb::gil_scoped_release release;
   const bool is_idle = domain->wait_idle(static_cast<int64_t>(wait_s * 1e9));
-  if (!is_idle && !domain->has_failed()) {
-    domain->fail(
-        {static_cast<int32_t>(ErrorCode::kClosed), domain->first_local_rank(), -1, -1, 0, 0, 0, 0});
-  }
+  if (!is_idle && !domain->has_failed()) domain->fail_closed();
   {
     std::lock_guard lock(registry().mutex);
     if (registry().domains.erase(id) == 0) return is_idle;  // another closer ends it
@@ -191,6 +191,13 @@ std::shared_ptr<cpu::Domain> find_domain(uint32_t id) {
   return found == registry().domains.end() ? nullptr : found->second;
 }
 
+std::string forked_text(const cpu::Domain& domain) {
+  if (domain.owner_process == getpid()) return "";
+  return "this process was forked from process " + std::to_string(domain.owner_process) +
+         ", whose Domain this is; the threads that serve it do not exist here: start processes by "
+         "multiprocessing's spawn or forkserver, or fork before the first use of JAX";
+}
+
 void bind_domain(nb::module_& m) {
   nb::class_<Activation>(m, "Activation")
       .def(
@@ -267,9 +274,11 @@ void bind_domain(nb::module_& m) {
           nb::arg("min_routes"), nb::arg("gain_threshold"), nb::arg("copy_rule"),
           nb::arg("resident"), nb::arg("num_layers"), nb::arg("ranks_per_device"),
           nb::arg("max_routes_per_rank"), nb::arg("timeout_s"), nb::arg("startup_timeout_s"),
-          nb::arg("poison"), nb::arg("sizes"));
+          nb::arg("poison"), nb::arg("sizes"))
+      .def_rw("first_generation", &cpu::DomainOptions::first_generation);
   m.def("create_domain", &create_domain);
   m.def("wait_idle", &wait_idle);
+  m.def("leave_domain", [](uint32_t id) { get(id)->leave(); });
   m.def("close_domain", &close_domain);
   m.def("describe_error", &describe_domain_error);
   m.def("read_busy", &read_busy);

@@ -11,9 +11,10 @@ namespace iser {
 // Empty where there is no error. `has_startup_limit`: the first call's limit is one of its own.
 inline std::string error_text(const ErrorWord& e, bool has_startup_limit) {
   const auto number = [](auto value) { return std::to_string(value); };
-  const std::string where = " in layer " + number(e.layer) + ", stage " +
-                            stage_name(static_cast<Stage>(e.stage)) + ", generation " +
-                            number(e.generation);
+  const std::string where = e.layer < 0 ? ""
+                                        : " in layer " + number(e.layer) + ", stage " +
+                                              stage_name(static_cast<Stage>(e.stage)) +
+                                              ", generation " + number(e.generation);
   const std::string rank = "IserError: rank " + number(e.rank);
   switch (static_cast<ErrorCode>(e.code)) {
     case ErrorCode::kNone:
@@ -28,7 +29,7 @@ inline std::string error_text(const ErrorWord& e, bool has_startup_limit) {
       return rank + " waited " + number(e.expected) + " ms for " +
              (e.peer < 0 ? std::string("its routes") : "rank " + number(e.peer)) + where +
              "; a rank is late, stuck or in another program: look there, or raise " +
-             (e.generation == 1 && has_startup_limit ? "startup_timeout_s" : "timeout_s");
+             (e.found == 1 && has_startup_limit ? "startup_timeout_s" : "timeout_s");
     case ErrorCode::kPeerDied:
       return rank + " lost the process of rank " + number(e.peer) + where +
              "; close this Domain and make a new one with the processes that are left";
@@ -43,6 +44,12 @@ inline std::string error_text(const ErrorWord& e, bool has_startup_limit) {
              " has " + number(e.found) + where +
              "; all ranks need the same options and the same version of jax_iser";
     case ErrorCode::kClosed:
+      if (e.peer >= 0 && e.peer != e.rank) {
+        return rank + " is in a call that rank " + number(e.peer) +
+               " does not make, because its process is closing the Domain" + where +
+               "; all ranks must make the same calls before the first of them leaves the Domain's "
+               "context";
+      }
       return rank + " was in a call when the Domain was closed" + where +
              "; block until results are ready before leaving the Domain's context";
     case ErrorCode::kBadFusedMoe:

@@ -45,8 +45,8 @@ struct ErrorWord {
   int32_t layer;
   int32_t stage;
   uint32_t generation;
-  uint64_t expected;
-  uint64_t found;
+  uint64_t expected;  // of a timeout: the limit in ms
+  uint64_t found;     // of a timeout: 1 where it was the limit of the first call
 };
 
 // What a rank says of its call beside its counts; peers compare it with their own.
@@ -65,6 +65,7 @@ struct CallTag {
 struct alignas(64) ProcessWords {
   uint32_t arrivals[static_cast<int32_t>(Stage::kNumStages)];
   uint32_t aborted;
+  uint32_t is_leaving;  // this process closes the Domain: it makes no more calls
   ErrorWord error;
 };
 
@@ -76,9 +77,15 @@ struct alignas(64) RankWords {
   CallTag tags[2];  // by generation parity
 };
 
-// Whether generation (or counter) `seen` has reached `wanted`, across wrap-around.
+// Whether generation (or counter) `seen` has reached `wanted`. Both wrap around at 2^32, so that
+// nothing may order them by value.
 ISER_HD inline bool has_reached(uint32_t seen, uint32_t wanted) {
   return static_cast<int32_t>(seen - wanted) >= 0;
 }
+
+// Orders generations that are in flight together, which lie far less than 2^31 apart.
+struct EarlierGeneration {
+  bool operator()(uint32_t a, uint32_t b) const { return !has_reached(a, b); }
+};
 
 }  // namespace iser

@@ -9,6 +9,7 @@ namespace iser::cpu {
 Device::Device(Domain& domain, int32_t rank)
     : first_rank(rank),
       domain_(domain),
+      last_finished_(domain.options.first_generation - 1),
       copy_thread_([this] { copy_loop(); }),
       main_thread_([this] { main_loop(); }) {}
 
@@ -30,7 +31,9 @@ Device::~Device() {
 uint32_t Device::start(const CallKey& key, const StartCall& call,
                        const PlanOutputs& plan_only_outputs, Done plan_only_done) {
   auto invocation = std::make_shared<Invocation>();
-  invocation->generation = domain_.generation_of(key, first_rank);
+  const uint64_t serial = domain_.serial_of(key, first_rank);
+  invocation->generation = domain_.options.first_generation + static_cast<uint32_t>(serial);
+  invocation->is_first = serial == 0;
   invocation->call = call;
   invocation->times.started = now_ns();
   const size_t routes = static_cast<size_t>(domain_.options.ranks_per_device) * call.num_tokens *
@@ -64,15 +67,15 @@ void Device::fused_moe(uint32_t generation, FusedCall call) {
   changed_.notify_all();
 }
 
-bool Device::is_idle() {
+std::shared_ptr<Invocation> Device::oldest() {
   std::lock_guard lock(mutex_);
-  return in_flight_.empty();
+  return in_flight_.empty() ? nullptr : in_flight_.begin()->second;
 }
 
 // Takes invocations in the order of their generations: a device whose programs came in another
 // order than elsewhere waits for the one that is due. A failed Domain serves whatever there is.
 void Device::copy_loop() {
-  uint32_t next = 1;
+  uint32_t next = domain_.options.first_generation;
   for (;;) {
     std::shared_ptr<Invocation> invocation;
     {

@@ -44,6 +44,12 @@ Domain::Domain(DomainOptions domain_options, std::vector<Segment> segments, int3
       std::memset(own.base + layout.guard(section), kGuardByte, kGuardBytes);
     }
   }
+  // As if all earlier generations had run.
+  const uint32_t before = options.first_generation - 1;
+  for (uint32_t& word : local_words()->arrivals) word = before * options.shape.slots.num_ranks;
+  for (int32_t i = 0; i < num_local_ranks(); ++i) {
+    for (uint32_t& word : block(first_local_rank() + i).words()->arrived) word = before;
+  }
   plan_scratch_.resize(plan_scratch_bytes(options.plan_config()) / sizeof(int64_t) + 1);
   const size_t slots = static_cast<size_t>(options.plan_config().max_broadcasts());
   slot_tables_.assign(options.shape.num_banks, {0, std::vector<int32_t>(slots, -1)});
@@ -68,19 +74,19 @@ bool Domain::is_local(int32_t rank) const {
   return first_local_rank() <= rank && rank < first_local_rank() + num_local_ranks();
 }
 
-uint32_t Domain::generation_of(const CallKey& key, int32_t device_rank) {
+uint64_t Domain::serial_of(const CallKey& key, int32_t device_rank) {
   std::lock_guard lock(order_mutex_);
   Run& run = runs_[key];
   const size_t index = run.started[device_rank]++;
-  if (index == run.generations.size()) run.generations.push_back(next_generation_++);
-  const uint32_t generation = run.generations[index];
+  if (index == run.serials.size()) run.serials.push_back(num_invocations_++);
+  const uint64_t serial = run.serials[index];
   // Once every device has come as far, nothing needs to be remembered.
   const bool all_came = run.started.size() == devices_.size() &&
                         std::all_of(run.started.begin(), run.started.end(), [&](const auto& entry) {
-                          return entry.second == run.generations.size();
+                          return entry.second == run.serials.size();
                         });
   if (all_came) runs_.erase(key);
-  return generation;
+  return serial;
 }
 
 void Domain::arrive(Stage stage, int32_t rank, uint32_t generation) {
@@ -97,10 +103,12 @@ void Domain::arrive(Stage stage, int32_t rank, uint32_t generation) {
   }
 }
 
+int64_t Domain::limit_for(const Invocation& invocation) const {
+  return invocation.is_first ? options.startup_timeout_ns : options.timeout_ns;
+}
+
 int64_t Domain::deadline_for(const Invocation& invocation) const {
-  const int64_t limit =
-      invocation.generation == 1 ? options.startup_timeout_ns : options.timeout_ns;
-  return now_ns() + limit;
+  return now_ns() + limit_for(invocation);
 }
 
 // READY waits for staging, and combine for everything: their limits run out at about the same time,
@@ -117,6 +125,14 @@ Missing Domain::find_missing(Stage stage, uint32_t generation) const {
   return {stage, -1};
 }
 
+// Whether the process of the missing rank has left. It left after its last call, so a rank of it
+// that has not arrived by then never will.
+bool Domain::never_comes(const Missing& missing, uint32_t generation) const {
+  if (missing.rank < 0 || is_local(missing.rank)) return false;
+  if (load_acquire(&words_of(segment_of(missing.rank))->is_leaving) == 0) return false;
+  return find_missing(missing.stage, generation).rank == missing.rank;
+}
+
 // Between two sleeps: false when the Domain has failed, a peer is gone, or the time is up.
 bool Domain::keep_waiting(const Missing& missing, int32_t rank, const Invocation& invocation,
                           int64_t deadline) {
@@ -129,17 +145,22 @@ bool Domain::keep_waiting(const Missing& missing, int32_t rank, const Invocation
                   invocation.generation,
                   0,
                   0};
+  if (never_comes(missing, invocation.generation)) {
+    error.code = static_cast<int32_t>(ErrorCode::kClosed);
+    fail(error);
+    return false;
+  }
   for (const Segment& segment : segments_) {
     if (!is_gone(segment.alive_fd)) continue;
+    if (load_acquire(&words_of(segment)->is_leaving) != 0) continue;
     error.code = static_cast<int32_t>(ErrorCode::kPeerDied);
     error.peer = segment.first_rank;
     fail(error);
     return false;
   }
   if (now_ns() < deadline) return true;
-  const int64_t limit =
-      invocation.generation == 1 ? options.startup_timeout_ns : options.timeout_ns;
-  error.expected = static_cast<uint64_t>(limit / 1'000'000);
+  error.expected = static_cast<uint64_t>(limit_for(invocation) / 1'000'000);
+  error.found = invocation.is_first;
   fail(error);
   return false;
 }
@@ -192,6 +213,26 @@ void Domain::fail(const ErrorWord& error) {
       store_release(&words->aborted, 1);
     }
   }
+  wake_everyone();
+}
+
+void Domain::fail_closed() {
+  ErrorWord error{static_cast<int32_t>(ErrorCode::kClosed), first_local_rank(), -1, -1, 0, 0, 0, 0};
+  for (const auto& [rank, device] : devices_) {
+    const std::shared_ptr<Invocation> invocation = device->oldest();
+    if (!invocation) continue;
+    const Missing missing = find_missing(Stage::kCombine, invocation->generation);
+    error.rank = rank;
+    error.layer = invocation->call.layer;
+    error.stage = static_cast<int32_t>(missing.stage);
+    error.generation = invocation->generation;
+    break;
+  }
+  fail(error);
+}
+
+void Domain::leave() {
+  store_release(&local_words()->is_leaving, 1);
   wake_everyone();
 }
 
@@ -306,14 +347,17 @@ std::vector<std::pair<int32_t, Timeline>> Domain::timelines() {
 }
 
 bool Domain::wait_idle(int64_t limit_ns) {
-  for (const int64_t deadline = now_ns() + limit_ns; now_ns() < deadline;) {
-    if (std::all_of(devices_.begin(), devices_.end(),
-                    [](auto& entry) { return entry.second->is_idle(); })) {
-      return true;
-    }
+  const int64_t deadline = now_ns() + limit_ns;
+  while (!is_idle()) {
+    if (now_ns() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  return false;
+  return true;
+}
+
+bool Domain::is_idle() {
+  return std::all_of(devices_.begin(), devices_.end(),
+                     [](auto& entry) { return entry.second->oldest() == nullptr; });
 }
 
 }  // namespace iser::cpu

@@ -5,6 +5,9 @@
 // after the other on each device; `generation` counts them alike on all ranks.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -37,9 +40,10 @@ struct DomainOptions {
   int32_t ranks_per_device;
   int64_t max_routes_per_rank;
   int64_t timeout_ns;
-  int64_t startup_timeout_ns;  // for the first invocation
-  bool poison;                 // fill token and combine buffers with NaN before each use
-  uint64_t sizes = 0;          // digest of the configuration; programs are compiled for one
+  int64_t startup_timeout_ns;     // for the first invocation
+  bool poison;                    // fill token and combine buffers with NaN before each use
+  uint64_t sizes = 0;             // digest of the configuration; programs are compiled for one
+  uint32_t first_generation = 1;  // tests begin shortly before generations wrap around
 
   PlanConfig plan_config() const {
     return {shape.slots, min_group_size, min_routes, gain_threshold, copy_rule};
@@ -125,6 +129,7 @@ struct Missing {
 
 struct Invocation {
   uint32_t generation;
+  bool is_first;  // of the Domain: its waits have a limit of their own
   StartCall call;
   std::vector<int32_t> topk_ids;    // [V*num_tokens, top_k], ours: XLA may reuse the operand
   std::vector<int32_t> route_slot;  // likewise
@@ -159,7 +164,8 @@ class Device {
   void fused_moe(uint32_t generation, FusedCall call);
   // The invocation that `start` began, or null: for validation.
   std::shared_ptr<Invocation> find(uint32_t generation);
-  bool is_idle();
+  // The oldest invocation that has not completed, or null.
+  std::shared_ptr<Invocation> oldest();
 
   const int32_t first_rank;
 
@@ -181,10 +187,11 @@ class Device {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool closing_ = false, copy_ended_ = false;
-  uint32_t last_finished_ = 0;
-  std::map<uint32_t, std::shared_ptr<Invocation>> copy_queue_;  // by generation
-  std::map<uint32_t, std::shared_ptr<Invocation>> in_flight_;
-  std::map<uint32_t, MainJob> main_queue_;  // likewise
+  uint32_t last_finished_;
+  template <typename T>
+  using ByGeneration = std::map<uint32_t, T, EarlierGeneration>;
+  ByGeneration<std::shared_ptr<Invocation>> copy_queue_, in_flight_;
+  ByGeneration<MainJob> main_queue_;
   std::thread copy_thread_, main_thread_;
 };
 
@@ -206,9 +213,9 @@ class Domain {
   BlockView block(int32_t rank) const { return blocks_[rank]; }
   int32_t bank_of(int32_t layer) const { return layer % options.shape.num_banks; }
 
-  // Numbers this process's invocations: the same for the i-th start of one call (in a loop) on
-  // every device, whatever order the devices come in.
-  uint32_t generation_of(const CallKey& key, int32_t device_rank);
+  // Counts this process's invocations, from 0: the same for the i-th start of one call (in a loop)
+  // on every device, whatever order the devices come in.
+  uint64_t serial_of(const CallKey& key, int32_t device_rank);
 
   // Stages. `wait` returns false once the Domain has failed; it fails the Domain at its limit.
   void arrive(Stage stage, int32_t rank, uint32_t generation);
@@ -223,6 +230,10 @@ class Domain {
   void end_reading() { num_reading_.fetch_sub(1, std::memory_order_release); }
   void wait_readers() const;
   void fail(const ErrorWord& error);
+  // Fails the calls in flight because this process closes the Domain.
+  void fail_closed();
+  // Tells the other processes that no calls of this one come any more.
+  void leave();
   ErrorWord error() const;
   std::string error_text() const;
   void check_guards();
@@ -247,6 +258,9 @@ class Domain {
 
   bool wait_idle(int64_t limit_ns);
 
+  // A forked child has the Domain's memory, which it shares with its parent, but no threads.
+  const pid_t owner_process = getpid();
+
  private:
   friend class Device;
   const Segment& local() const { return segments_[local_segment_]; }
@@ -254,10 +268,13 @@ class Domain {
     return reinterpret_cast<ProcessWords*>(segment.base);
   }
   ProcessWords* local_words() const { return words_of(local()); }
+  bool is_idle();
   bool keep_waiting(const Missing& missing, int32_t rank, const Invocation& invocation,
                     int64_t deadline);
+  int64_t limit_for(const Invocation& invocation) const;
   int64_t deadline_for(const Invocation& invocation) const;
   Missing find_missing(Stage stage, uint32_t generation) const;
+  bool never_comes(const Missing& missing, uint32_t generation) const;
   const PlacedMemory* find_placed(int32_t rank, uint64_t address) const;
   const Segment& segment_of(int32_t rank) const;
   bool compute_plan(const Invocation& invocation, int32_t rank, SharedPlan& plan);
@@ -270,10 +287,10 @@ class Domain {
   std::vector<BlockView> blocks_;  // of all ranks
 
   std::mutex order_mutex_;
-  uint32_t next_generation_ = 1;
+  uint64_t num_invocations_ = 0;
   struct Run {
     std::map<int32_t, size_t> started;  // by device: how many starts it has seen
-    std::vector<uint32_t> generations;  // by start
+    std::vector<uint64_t> serials;      // by start
   };
   std::map<CallKey, Run> runs_;
 

@@ -202,12 +202,15 @@ const std::vector<float>& reference_output(const Problem& problem) {
   return y;
 }
 
-void test_bits(int32_t num_processes, int32_t ranks_per_device, CopyRule rule) {
+void test_bits(int32_t num_processes, int32_t ranks_per_device, CopyRule rule,
+               uint32_t first_generation = 1) {
   const std::string name = "bits, " + std::to_string(num_processes) + " processes, " +
                            std::to_string(ranks_per_device) + " ranks a device, rule " +
-                           std::to_string(static_cast<int>(rule));
+                           std::to_string(static_cast<int>(rule)) + ", from generation " +
+                           std::to_string(first_generation);
   const Problem problem(1);
-  const DomainOptions options = make_options(ranks_per_device, rule, 60'000);
+  DomainOptions options = make_options(ranks_per_device, rule, 60'000);
+  options.first_generation = first_generation;
   Memory memory(options, num_processes);
   std::vector<std::unique_ptr<Domain>> owned;
   std::vector<Domain*> domains;
@@ -278,6 +281,127 @@ void test_independent_calls() {
     }
     expect_same("independent", found[i], expected[i]);
   }
+}
+
+// Many calls of a program that nothing orders, in another order on each device, while generations
+// wrap around: the queues may not take 0 for the oldest.
+void test_wrap(uint32_t calls_before) {
+  constexpr int kCalls = 8;
+  const std::string name = "wrap after " + std::to_string(calls_before) + " calls";
+  const Problem problem(1);
+  DomainOptions options = make_options(1, CopyRule::kPerSlot, 10'000);
+  options.first_generation = 0u - calls_before;
+  Memory memory(options, 1);
+  Domain domain(options, memory.segments, 0);
+  std::vector<std::unique_ptr<Outputs>> outputs;
+  for (int i = 0; i < kCalls * kRanks; ++i) outputs.push_back(std::make_unique<Outputs>(1));
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::unique_ptr<DeviceCall> calls[kCalls];
+      for (int i = 0; i < kCalls; ++i) {
+        const int c = (i + 3 * rank) % kCalls;
+        calls[c] = std::make_unique<DeviceCall>(domain, problem, rank,
+                                                CallKey{1, static_cast<uint64_t>(c)}, 0, true);
+      }
+      for (int c = kCalls - 1; c >= 0; --c) calls[c]->fused_moe(*outputs[c * kRanks + rank]);
+      for (const auto& call : calls) {
+        if (const std::string error = call->wait(); !error.empty()) fail(name.c_str(), error);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  std::vector<bool> seen(kCalls);
+  for (int c = 0; c < kCalls; ++c) {
+    std::vector<float> y;
+    for (int32_t rank = 0; rank < kRanks; ++rank) {
+      const Outputs& mine = *outputs[c * kRanks + rank];
+      y.insert(y.end(), mine.y.begin(), mine.y.end());
+      const uint32_t serial = mine.generation - options.first_generation;
+      if (serial >= kCalls) fail(name.c_str(), "generation " + std::to_string(mine.generation));
+      if (rank == 0) seen[serial] = true;
+    }
+    expect_same(name.c_str(), y, reference_output(problem));
+  }
+  for (const bool is_seen : seen) {
+    if (!is_seen) fail(name.c_str(), "two calls of one generation");
+  }
+}
+
+// The limit of the first call is that of no later one, whatever its generation.
+void test_first_limit() {
+  const Problem problem(1);
+  DomainOptions options = make_options(kRanks, CopyRule::kOwnerDirect, 60'000);
+  options.timeout_ns = 300'000'000;
+  options.first_generation = 0u;  // the next is 1
+  Memory memory(options, 1);
+  Domain domain(options, memory.segments, 0);
+  Outputs outputs(kRanks);
+  domain.stall(1, Stage::kCounts, 600'000'000);  // longer than a later call may take
+  call_all("first limit", {&domain}, problem, 1, 0, true);
+  StartCall call{};  // without its fused_moe
+  call.num_tokens = kTokens;
+  call.topk_ids = problem.ids.data();
+  domain.device_of(0)->start({2, 1}, call, {}, nullptr);
+  const std::string error = call_device(domain, problem, 0, 3, 0, true, outputs);
+  if (error.find("waited 300 ms for the call before this one") == std::string::npos) {
+    fail("first limit", error);
+  }
+}
+
+// Processes that plan otherwise, which only other versions of the planner should: all are told.
+void test_plan_mismatch() {
+  const Problem problem(1);
+  DomainOptions options = make_options(1, CopyRule::kOwnerDirect, 20'000);
+  Memory memory(options, 2);
+  std::vector<std::unique_ptr<Domain>> domains;
+  for (int32_t p = 0; p < 2; ++p) {
+    options.min_routes = p == 0 ? 0 : 1'000'000;
+    domains.push_back(std::make_unique<Domain>(options, memory.segments, p));
+  }
+  std::vector<std::unique_ptr<Outputs>> outputs;
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < kRanks; ++rank) {
+    outputs.push_back(std::make_unique<Outputs>(1));
+    threads.emplace_back([&, rank, mine = outputs.back().get()] {
+      const std::string error = call_device(*domains[rank / 2], problem, rank, 1, 0, true, *mine);
+      if (error.find("has plan hash") == std::string::npos) fail("plan mismatch", error);
+      for (float value : mine->y) {
+        if (value == value) fail("plan mismatch", "a failed call's output is not NaN");
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// One process leaves while the other makes one more call, which ends at once with its own place.
+void test_leaving() {
+  const Problem problem(1);
+  const DomainOptions options = make_options(1, CopyRule::kOwnerDirect, 60'000);
+  Memory memory(options, 2);
+  std::vector<std::unique_ptr<Domain>> owned;
+  std::vector<Domain*> domains;
+  for (int32_t p = 0; p < 2; ++p) {
+    owned.push_back(std::make_unique<Domain>(options, memory.segments, p));
+    domains.push_back(owned.back().get());
+  }
+  call_all("leaving", domains, problem, 1, 0, true);
+  if (!domains[1]->wait_idle(1'000'000'000)) fail("leaving", "not idle");
+  domains[1]->leave();
+  if (!domains[1]->wait_idle(0)) fail("leaving", "an idle Domain looks busy without time to wait");
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Outputs>> outputs;
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    outputs.push_back(std::make_unique<Outputs>(1));
+    threads.emplace_back([&, rank, mine = outputs.back().get()] {
+      const std::string error = call_device(*domains[0], problem, rank, 2, 1, true, *mine);
+      if (error.find("that rank 2 does not make") == std::string::npos ||
+          error.find("in layer 1, stage counts, generation 2") == std::string::npos) {
+        fail("leaving", error);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
 }
 
 // A rank later than the limit: every call ends with an error, at once from then on.
@@ -356,7 +480,11 @@ void test_close_in_flight(bool is_plan_only) {
     }
   }
   if (domain->wait_idle(20'000'000)) fail("close in flight", "idle without a peer");
-  domain->fail({static_cast<int32_t>(ErrorCode::kClosed), 0, -1, -1, 0, 0, 0, 0});
+  domain->fail_closed();
+  if (domain->error_text().find("closed in layer 0, stage counts, generation 1") ==
+      std::string::npos) {
+    fail("close in flight", domain->error_text());
+  }
   domain.reset();
   if (ended != called) {
     fail("close in flight", std::to_string(ended) + " of " + std::to_string(called) + " ended");
@@ -373,6 +501,12 @@ int main() {
     test_bits(2, 2, rule);
   }
   test_bits(4, 1, CopyRule::kSami);
+  test_bits(2, 1, CopyRule::kSami, 0u - 3);
+  test_bits(1, 2, CopyRule::kPerSlot, 0u - 1);
+  for (const uint32_t calls : {1, 4, 7}) test_wrap(calls);
+  test_first_limit();
+  test_plan_mismatch();
+  test_leaving();
   test_calls_in_flight();
   test_independent_calls();
   for (Stage stage : {Stage::kCounts, Stage::kDispatch, Stage::kReady}) test_late_rank(stage, 1);

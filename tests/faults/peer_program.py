@@ -2,22 +2,19 @@
 
 Prints `ready` after a first call of both. `call` makes a call in `layer` 0 and prints its outcome
 and seconds; `call1` one in layer 1; `check` prints what `Domain.check` raises; `renew` closes the
-Domain and runs a layer on one of this process's devices alone; `end` leaves without ceremony.
+Domain and runs a layer on one of this process's devices alone; `fork` prints the id of a child that
+does nothing; `end` leaves without ceremony.
 """
 
 import os
-import pathlib
+import signal
 import sys
 import time
 
 import jax
 import numpy as np
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "multiprocess"))
-
-from layer_program import globally
 from layers import jitted_layer, make_domain, make_problem, mesh_of
-from processes import join
+from processes import globally, join
 
 import jax_iser
 
@@ -41,6 +38,16 @@ def run_alone():
         weights = jax.tree.map(lambda a: globally(mesh, a), problem.weights)
         y, _ = jitted_layer(mesh)(*operands, weights, domain.handle)
         y.block_until_ready()
+
+
+def fork() -> int:
+    """A child that lives until it is killed, with what its parent has open but the pipes."""
+    child = os.fork()
+    if child == 0:
+        os.closerange(0, 3)
+        signal.pause()
+        os._exit(0)
+    return child
 
 
 def main():
@@ -67,6 +74,9 @@ def main():
     for line in sys.stdin:
         if line.strip() == "end":
             break
+        if line.strip() == "fork":
+            print(0, fork(), flush=True)
+            continue
         print(outcome(actions[line.strip()]), flush=True)
     # jax.distributed would wait for the peer that is gone.
     os._exit(0)

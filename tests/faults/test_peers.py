@@ -104,6 +104,34 @@ def test_closing_after_a_peer_was_killed_is_no_hang(peers):
     assert seconds < 5
 
 
+def test_a_child_of_a_killed_process_does_not_hide_its_death(peers):
+    survivor, victim = peers
+    child = int(ask(victim, "fork")[1])
+    try:
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait(timeout=10)
+        seconds, text = ask(survivor, "call")
+        assert "lost the process of rank 4" in text
+        assert seconds < 5
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_call_that_a_closing_process_does_not_make_is_told_to_both(peers):
+    tell(peers[0], "close")
+    seconds, text = ask(peers[1], "call")
+    words = (
+        "is in a call that rank 0 does not make, because its process is closing the Domain in "
+        "layer 0, stage counts, generation 3; all ranks must make the same calls"
+    )
+    assert words in text
+    assert seconds < 5
+    assert words in ask(peers[1], "close")[1]
+    seconds, text = read(peers[0]).split(" ", 1)
+    assert text.startswith("IserError: ")
+    assert words in text
+
+
 def test_processes_in_different_layers_are_both_told(peers):
     tell(peers[0], "call")
     tell(peers[1], "call1")

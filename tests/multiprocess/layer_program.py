@@ -5,17 +5,14 @@ import sys
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from layers import (
-    AXIS,
     jitted_layer,
     make_domain,
     make_fp8_problem,
     make_problem,
     mesh_of,
 )
-from processes import join
+from processes import globally, join
 
 # Name -> (problem, Domain options). `placed` puts the weights in shared memory.
 CASES = {
@@ -35,12 +32,6 @@ def problem_of(name):
     options = {"num_experts": 32, "top_k": 4} | CASES[name][0]
     make = make_fp8_problem if "fp8" in name else make_problem
     return make(**options, num_ranks=16 if "ranks" in name else 8)
-
-
-def globally(mesh, array):
-    """The array sharded over the axis, each process giving its own part."""
-    sharding = NamedSharding(mesh, P(AXIS))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def run_case(name, index, folder):

@@ -1,7 +1,10 @@
-"""How processes meet: strangers are hung up on, and processes that differ are told."""
+"""How processes meet: strangers are hung up on, and every process learns why there is no Domain."""
 
-import concurrent.futures
+import itertools
+import json
+import os
 import pathlib
+import re
 import secrets
 import socket
 import sys
@@ -9,8 +12,9 @@ import sys
 import pytest
 from processes import finish, start_processes
 
-from jax_iser import _bootstrap
+from jax_iser import _meeting
 
+HERE = pathlib.Path(__file__).resolve().parent
 TOKEN = secrets.token_hex(16)
 
 
@@ -36,43 +40,117 @@ def test_only_the_token_opens(listener):
     connect(listener, b"GET / HTTP/1.1").close()
     guess = connect(listener, f"{secrets.token_hex(16)}{3:08d}".encode())
     peer = connect(listener, f"{TOKEN}{2:08d}".encode())
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        accepted, index = pool.submit(_bootstrap._accept, None, listener, TOKEN, 30.0).result(60)
-    assert index == 2
-    accepted.sendall(b"hello")
+    accepted = [_meeting.accept(listener, TOKEN, 30.0) for _ in range(4)]
+    assert [index for _, index in accepted] == [-1, -1, -1, 2]
+    sock = accepted[-1][0]
+    sock.sendall(b"hello")
     assert peer.recv(5) == b"hello"
     assert guess.recv(1) == b""  # hung up
-    for sock in (accepted, guess, peer):
-        sock.close()
+    for each in (sock, guess, peer):
+        each.close()
+
+
+def test_another_users_process_is_told_nothing(listener, monkeypatch):
+    """The token goes to processes of this user alone; the error says who is who."""
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    meeting = object.__new__(_meeting.Meeting)
+    meeting.local = 1
+    card = {"name": listener.getsockname()[1:].decode(), "token": TOKEN}
+    words = f"runs as user {uid}, this one as user {uid + 1}; .*start all of them as the same"
+    with pytest.raises(PermissionError, match=words):
+        meeting._call(0, card, 30.0)
+    with listener.accept()[0] as sock:
+        assert sock.recv(1) == b""
+    peer = connect(listener, f"{TOKEN}{2:08d}".encode())
+    assert _meeting.accept(listener, TOKEN, 30.0) == (None, -1)
+    peer.close()
 
 
 def test_a_peer_that_never_comes(listener):
     listener.settimeout(0.2)
     with pytest.raises(TimeoutError):
-        _bootstrap._accept(None, listener, TOKEN, 0.2)
+        _meeting.accept(listener, TOKEN, 0.2)
 
 
-PROGRAM = """
-import sys
-import jax
-from layers import make_domain, make_problem
-from processes import join
-
-index, _ = join(sys.argv)
-try:
-    make_domain(make_problem("W2"), num_layers=1 + index)
-except ValueError as error:
-    print(error)
-"""
+@pytest.fixture(scope="module")
+def outcomes():
+    """Per process, the lines of tests/multiprocess/meeting_program.py by step."""
+    results = finish(start_processes(HERE / "meeting_program.py", 3, 1), 240)
+    found = []
+    for index, (code, out, err) in enumerate(results):
+        assert code == (-9 if index == 1 else 0), f"process {index}:\n{out}\n{err[-4000:]}"
+        found.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+    return found
 
 
-def test_processes_with_different_sizes_are_both_told(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    for index, (code, out, err) in enumerate(finish(start_processes(program, 2, 4), 90)):
-        assert code == 0, err[-3000:]
-        assert f"process {1 - index} made its Domain with other sizes or knobs" in out
-        assert "pass the same to all" in out
+def lines(outcomes, step, limit_s=20.0):
+    """The step's line of each process; [] where it has none. None may have taken longer."""
+    per_process = [[line for line in each if line["step"] == step] for each in outcomes]
+    for line in itertools.chain(*per_process):
+        assert line["seconds"] < limit_s, line
+    return [[line["text"] for line in each] for each in per_process]
+
+
+def test_processes_with_different_sizes_are_all_told(outcomes):
+    for index, (text,) in enumerate(lines(outcomes, "sizes")):
+        other = "[02]" if index == 1 else "1"
+        words = f"process {other} made its Domain with other sizes or knobs than process {index}"
+        assert re.search(words, text), text
+        assert "pass the same to all" in text
+
+
+def test_processes_on_different_hosts_are_all_told(outcomes):
+    for index, (text,) in enumerate(lines(outcomes, "host")):
+        other = "[02]" if index == 1 else "1"
+        assert re.search(f"process {other} is on another host than process {index}", text), text
+        assert 'method="reference"' in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_processes_of_different_users_are_all_told(outcomes):
+    for (text,) in lines(outcomes, "user"):
+        assert "PermissionError" in text
+        assert "runs as user" in text
+        assert "start all of them as the same" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        ("options", "ValueError", "top_k=7"),
+        ("words", "ZeroDivisionError", "division by zero"),
+    ],
+)
+def test_what_one_process_fails_of_is_told_to_all(outcomes, step, error, words):
+    for index, (text,) in enumerate(lines(outcomes, step)):
+        assert words in text
+        if index == 1:
+            assert text.startswith(f"{error}: ")
+        else:
+            assert text.startswith(f"IserError: IserError: process 1 (rank 1) failed: {error}: ")
+    assert lines(outcomes, "again") == [["fine"]] * 3
+
+
+def test_groups_of_processes_make_domains_of_their_own(outcomes):
+    assert lines(outcomes, "pair") == [["fine"] * 2, ["fine"] * 2, []]
+    assert lines(outcomes, "alone") == [[], [], ["fine"] * 3]
+    assert "top_k=7" in lines(outcomes, "alone, refused")[2][0]
+    assert lines(outcomes, "together") == [["fine"]] * 3
+
+
+def test_a_process_that_comes_too_late_is_named_to_all(outcomes):
+    for (text,) in lines(outcomes, "late"):
+        assert "process 2 (rank 2) did not make the Domain within 1 s" in text
+    assert lines(outcomes, "after it") == [["fine"]] * 3
+
+
+def test_a_process_that_is_killed_is_named_to_the_others(outcomes):
+    first, killed, third = lines(outcomes, "killed", limit_s=5.0)
+    assert not killed
+    for (text,) in (first, third):
+        assert "process 1 (rank 1) is gone (while the Domain was being made)" in text
+    assert lines(outcomes, "those left") == [["fine"], [], ["fine"]]
 
 
 def test_interpreter_has_what_meeting_needs():
