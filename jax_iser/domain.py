@@ -58,7 +58,7 @@ def _flatten_handle(handle):
 jax.tree_util.register_pytree_with_keys(
     DomainHandle,
     lambda handle: (((jax.tree_util.GetAttrKey("words"), handle.words),), handle.config),
-    lambda config, leaves: DomainHandle(*leaves, config),
+    lambda config, leaves: DomainHandle(leaves[0], config),
     _flatten_handle,
 )
 

@@ -74,7 +74,7 @@ def _check_fp8_planes(hidden, gate, up, down):
             raise ValueError(f"{name} has shape {plane.shape}, expected {gate.shape} as gate")
 
 
-def _expert_mlp(rows, gate, up, down, is_route):
+def _expert_mlp(rows, is_route, gate, up, down):
     """`[n, rows, D]` through one expert each, `[n, I, D]`, `[n, I, D]`, `[n, D, I]`.
 
     Rows outside `is_route [n, rows, 1] bool` are filler and zero. Their products are masked too:
@@ -152,7 +152,7 @@ def _route_outputs(x, local_ids, gate, up, down):
         planes = (_take(plane, step_experts) for plane in (gate, up, down))
         if fp8.is_fp8(gate):
             return fp8_twin.expert_mlp(operands, *planes).reshape(-1, hidden)
-        return _expert_mlp(operands, *planes, is_route.reshape(-1, rows, 1)).reshape(-1, hidden)
+        return _expert_mlp(operands, is_route.reshape(-1, rows, 1), *planes).reshape(-1, hidden)
 
     num_steps = -(-block_expert.shape[0] // _BLOCKS_PER_STEP)
     if num_steps <= 2:
