@@ -32,13 +32,13 @@ def _workspace(config, num_rows) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def _make_call(config):
     @not_mapped
-    def fused_moe(words, x, topk_weights, gate, up, down, after):
+    def fused_moe(words, x, topk_weights, after, *planes):
         results = (
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             *plan_results(config, topk_weights.shape),
             *_workspace(config, x.shape[0]),
         )
-        operands = (words, x, topk_weights, gate, up, down, after)
+        operands = (words, x, topk_weights, after, *planes)
         y, *plan = _ffi.call("fused_moe", config, results, *operands)[: 1 + NUM_PLAN_FIELDS]
         y, plan[0] = _ffi.varying_like(x, (y, plan[0]))
         return y, *plan
@@ -79,5 +79,5 @@ def fused_moe(
     check_tokens("topk_weights", topk_weights, config.top_k, config, "float32")
     check_weights(weights, config)
     after = jnp.zeros((), jnp.int32) if after is None else after
-    y, *plan = _make_call(config)(ticket.words, x, topk_weights, *weights, after)
+    y, *plan = _make_call(config)(ticket.words, x, topk_weights, after, *weights)
     return y, Plan(*plan)

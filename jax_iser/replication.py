@@ -87,12 +87,12 @@ def call_params(layer, weights_version, balance, config) -> jax.Array:
 
 def _make_call(config):
     @not_mapped
-    def start(words, params, topk_ids, x, gate, up, down):
+    def start(words, params, topk_ids, x, *planes):
         results = (
             jax.ShapeDtypeStruct((4,), jnp.uint32),
             jax.ShapeDtypeStruct(x.shape, x.dtype),
         )
-        operands = (words, params, topk_ids, x, gate, up, down)
+        operands = (words, params, topk_ids, x, *planes)
         return _ffi.varying_like(x, _ffi.call("start", config, results, *operands, aliases={3: 1}))
 
     return start

@@ -90,19 +90,21 @@ Target find_target(const uint32_t* words, size_t count, int64_t sizes) {
   return {std::move(domain), device, ""};
 }
 
-// The device's first expert of `layer` in a plane [V*H, a, b] or a stack [L, V*H, a, b].
-const uint8_t* plane_of(const CallSizes& sizes, int32_t index, const ffi::AnyBuffer& plane,
-                        int32_t layer, std::string* error) {
-  int32_t num_stacked = 0;
-  *error = check_plane(sizes, index, plane, &num_stacked);
-  if (!error->empty()) return nullptr;
-  if (num_stacked > 0 && layer >= num_stacked) {
-    *error = "layer " + std::to_string(layer) + " is outside the " + std::to_string(num_stacked) +
-             " stacked layers; pass weights stacked over all layers, or a lower layer";
-    return nullptr;
+// The device's first expert of `layer` in each plane.
+std::string planes_of(const CallSizes& sizes, const ffi::RemainingArgs& operands, int32_t layer,
+                      const uint8_t* (&weights)[kMaxPlanes]) {
+  PlaneOperands planes;
+  const std::string error = read_planes(sizes, operands, &planes);
+  if (!error.empty()) return error;
+  if (planes.num_stacked > 0 && layer >= planes.num_stacked) {
+    return "layer " + std::to_string(layer) + " is outside the " +
+           std::to_string(planes.num_stacked) +
+           " stacked layers; pass weights stacked over all layers, or a lower layer";
   }
-  const size_t layer_bytes = num_stacked > 0 ? plane.size_bytes() / num_stacked : 0;
-  return static_cast<const uint8_t*>(plane.untyped_data()) + layer * layer_bytes;
+  for (int32_t i = 0; i < sizes.shape.bundle().num_planes; ++i) {
+    weights[i] = planes.at(sizes, i, layer);
+  }
+  return "";
 }
 
 // What `start` and `plan` share; params are i32 [3]: layer, weights_version, is_balanced.
@@ -124,8 +126,8 @@ std::string read_call(const CallSizes& sizes, const I32& params, const I32& topk
 }
 
 ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 topk_ids,
-                 ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
-                 Out<U32> ticket, Out<ffi::AnyBuffer> x_out, int64_t config) {
+                 ffi::AnyBuffer x, ffi::RemainingArgs planes, Out<U32> ticket,
+                 Out<ffi::AnyBuffer> x_out, int64_t config) {
   const Target target = find_target(handle.typed_data(), handle.element_count(), config);
   if (!target.error.empty()) return failed(target.error);
   Domain& domain = *target.domain;
@@ -134,12 +136,8 @@ ffi::Error start(ffi::RunId run, CallSite* site, U32 handle, I32 params, I32 top
   std::string error = read_call(sizes, params, topk_ids, &call);
   if (error.empty()) error = check_size("x_out", x_out->size_bytes(), x.size_bytes());
   if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumHandleWords);
+  if (error.empty()) error = planes_of(sizes, planes, call.layer, call.weights);
   if (!error.empty()) return failed(error);
-  const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
-  for (int i = 0; i < kNumWeightPlanes; ++i) {
-    call.weights[i] = plane_of(sizes, i, *planes[i], call.layer, &error);
-    if (!call.weights[i]) return failed(error);
-  }
   uint32_t* words = ticket->typed_data();
   std::copy_n(handle.typed_data(), kNumHandleWords, words);
   words[3] = target.device->start({run.run_id, site->number}, call, {}, nullptr);
@@ -164,11 +162,11 @@ cpu::Done completion(const ffi::Promise& promise) {
   };
 }
 
-ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBuffer gate,
-                      ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer after,
-                      Out<ffi::AnyBuffer> y, Out<I32> route_slot, Out<I32> broadcasts,
-                      Out<I32> quota, Out<I32> num_broadcasts, Out<I32> load_before, Out<I32> load,
-                      Out<I32> status, Out<U32> generation, int64_t config) {
+ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBuffer after,
+                      ffi::RemainingArgs planes, Out<ffi::AnyBuffer> y, Out<I32> route_slot,
+                      Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
+                      Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
+                      int64_t config) {
   (void)after;  // an operand only so that it is computed before this call
   const Target target = find_target(ticket.typed_data(), ticket.element_count(), config);
   if (!target.error.empty()) return failed_future(target.error);
@@ -185,12 +183,11 @@ ffi::Future fused_moe(U32 ticket, ffi::AnyBuffer x, F32 topk_weights, ffi::AnyBu
   const PlanBuffers plan{route_slot,  broadcasts, quota,  num_broadcasts,
                          load_before, load,       status, generation};
   if (error.empty()) error = check_fused(sizes, num_tokens, x, topk_weights, *y, plan);
-  const ffi::AnyBuffer* planes[] = {&gate, &up, &down};
-  for (int i = 0; i < kNumWeightPlanes && error.empty(); ++i) {
-    const uint8_t* plane = plane_of(sizes, i, *planes[i], invocation->call.layer, &error);
-    if (error.empty() && plane != invocation->call.weights[i]) {
-      error = "weights moved between start and fused_moe; pass the same arrays to both";
-    }
+  const uint8_t* weights[kMaxPlanes] = {};
+  if (error.empty()) error = planes_of(sizes, planes, invocation->call.layer, weights);
+  // XLA frees an operand of start that this call does not take, while peers may still read it.
+  if (error.empty() && !std::equal(weights, weights + kMaxPlanes, invocation->call.weights)) {
+    error = "weights moved between start and fused_moe; pass the same arrays to both";
   }
   if (!error.empty()) {
     // The start cannot be undone, and the calls behind it would wait for its end.

@@ -64,31 +64,68 @@ inline std::string count_tokens(const CallSizes& sizes, xla::ffi::Span<const int
   return "";
 }
 
-// Plane `index` [V*H, a, b], with FP8 [V*H, bytes], or a stack [L, V*H, ...] with L in
-// `num_stacked`, which is 0 otherwise.
-inline std::string check_plane(const CallSizes& sizes, int32_t index,
-                               const xla::ffi::AnyBuffer& plane, int32_t* num_stacked) {
-  const int64_t experts = int64_t{sizes.ranks_per_device} * sizes.shape.slots.num_home();
-  const size_t bytes = experts * sizes.shape.bundle().planes[index].bytes;
-  const bool is_fp8 = sizes.shape.is_fp8();
-  std::string error;
-  if (!is_fp8) error = check_dtype(sizes, "a plane of the weights", plane.element_type());
-  if (is_fp8 && plane.element_type() != xla::ffi::DataType::U8) {
-    error =
-        "a plane of the weights is not uint8, but the Domain's weights are FP8; pass those of "
-        "jax_iser.quantize_fp8";
+// The experts' planes among a call's operands: the device's first expert, of the first layer.
+struct PlaneOperands {
+  const uint8_t* data[kMaxPlanes] = {};
+  int32_t num_stacked = 0;  // layers of a leading axis; 0 for none
+
+  // Of the device's first expert in the layer, which must be below `num_stacked`.
+  const uint8_t* at(const CallSizes& sizes, int32_t index, int32_t layer) const {
+    const size_t experts = size_t{1} * sizes.ranks_per_device * sizes.shape.slots.num_home();
+    const size_t layer_bytes = experts * sizes.shape.bundle().planes[index].bytes;
+    return data[index] + (num_stacked > 0 ? layer * layer_bytes : 0);
   }
-  if (!error.empty()) return error;
-  const auto dims = plane.dimensions();
-  const size_t num_dims = is_fp8 ? 2 : 3;
+};
+
+// One plane [V*H, ...], or a stack [L, V*H, ...] with L in `num_stacked`, which is 0 otherwise.
+inline std::string check_plane(const CallSizes& sizes, int32_t index,
+                               const xla::ffi::AnyBuffer& operand, int32_t* num_stacked) {
+  using xla::ffi::DataType;
+  const PlaneLayout plane = sizes.shape.bundle().planes[index];
+  const std::string name = plane_name(index);
+  constexpr DataType kTypes[] = {DataType::F32, DataType::BF16, DataType::U8};
+  constexpr const char* kTypeNames[] = {"float32", "bfloat16", "uint8"};
+  const int32_t type = static_cast<int32_t>(plane.type);
+  if (operand.element_type() != kTypes[type]) {
+    return name + " is not " + kTypeNames[type] +
+           ", as the Domain's weight format has it; pass the handle of a Domain of the program's "
+           "weight_format";
+  }
+  const auto dims = operand.dimensions();
+  const size_t num_dims = static_cast<size_t>(plane.num_dims) + 1;
   const bool is_stacked = dims.size() == num_dims + 1;
-  const int64_t layers = is_stacked ? dims[0] : 1;
+  const size_t layers = is_stacked ? dims[0] : 1;
   if (layers < 1) return "weights are stacked over 0 layers; stack those of one layer or more";
-  if (plane.size_bytes() != layers * bytes || (!is_stacked && dims.size() != num_dims)) {
-    return "weights hold " + std::to_string(plane.size_bytes()) + " bytes a plane, expected " +
-           std::to_string(layers * bytes);
+  const size_t experts = size_t{1} * sizes.ranks_per_device * sizes.shape.slots.num_home();
+  const size_t expected = layers * experts * plane.bytes;
+  if (operand.size_bytes() != expected || (!is_stacked && dims.size() != num_dims)) {
+    return name + " has " + std::to_string(dims.size()) + " axes and " +
+           std::to_string(operand.size_bytes()) + " bytes, expected " + std::to_string(num_dims) +
+           " axes, or one more for layers, and " + std::to_string(expected) +
+           " bytes; pass the weights of a Domain of its sizes";
   }
   *num_stacked = is_stacked ? static_cast<int32_t>(layers) : 0;
+  return "";
+}
+
+inline std::string read_planes(const CallSizes& sizes, const xla::ffi::RemainingArgs& operands,
+                               PlaneOperands* planes) {
+  const int32_t expected = sizes.shape.bundle().num_planes;
+  if (operands.size() != static_cast<size_t>(expected)) {
+    return "the call has " + std::to_string(operands.size()) +
+           " arrays of weights, an expert has " + std::to_string(expected) +
+           " planes; pass biases where the Domain was made with expert_biases=True, and only there";
+  }
+  for (int32_t i = 0; i < expected; ++i) {
+    const auto operand = operands.get<xla::ffi::AnyBuffer>(i);
+    if (!operand.has_value()) return std::string(plane_name(i)) + " is not an array";
+    int32_t stacked = 0;
+    const std::string error = check_plane(sizes, i, *operand, &stacked);
+    if (!error.empty()) return error;
+    if (i > 0 && stacked != planes->num_stacked) return "planes are stacked over different layers";
+    planes->num_stacked = stacked;
+    planes->data[i] = static_cast<const uint8_t*>(operand->untyped_data());
+  }
   return "";
 }
 
@@ -164,26 +201,22 @@ auto with_plan(Binding&& binding) {
 }
 
 template <typename Binding>
-auto with_start(Binding&& binding) {  // x, gate, up, down; ticket, x
+auto with_start(Binding&& binding) {  // x, planes; ticket, x
   return with_call_operands(std::move(binding))
       .template Arg<xla::ffi::AnyBuffer>()
-      .template Arg<xla::ffi::AnyBuffer>()
-      .template Arg<xla::ffi::AnyBuffer>()
-      .template Arg<xla::ffi::AnyBuffer>()
+      .RemainingArgs()
       .template Ret<U32>()
       .template Ret<xla::ffi::AnyBuffer>();
 }
 
 template <typename Binding>
-auto with_fused_moe(Binding&& binding) {  // ticket, x, topk_weights, gate, up, down, after; y, plan
+auto with_fused_moe(Binding&& binding) {  // ticket, x, topk_weights, after, planes; y, plan
   return with_plan_results(std::move(binding)
                                .template Arg<U32>()
                                .template Arg<xla::ffi::AnyBuffer>()
                                .template Arg<F32>()
                                .template Arg<xla::ffi::AnyBuffer>()
-                               .template Arg<xla::ffi::AnyBuffer>()
-                               .template Arg<xla::ffi::AnyBuffer>()
-                               .template Arg<xla::ffi::AnyBuffer>()
+                               .RemainingArgs()
                                .template Ret<xla::ffi::AnyBuffer>());
 }
 

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
 #include <string>
 
@@ -88,21 +89,6 @@ void poison(const DomainSetup& setup, const cuda::FusedLaunch& launch, cudaStrea
       });
 }
 
-// The planes as the plan publishes them: the device's first expert of the first layer.
-std::string read_planes(const CallSizes& sizes,
-                        const ffi::AnyBuffer* const (&planes)[kNumWeightPlanes],
-                        const uint8_t* (&weights)[kMaxPlanes], int32_t* num_stacked) {
-  for (int i = 0; i < kNumWeightPlanes; ++i) {
-    int32_t stacked = 0;
-    const std::string error = check_plane(sizes, i, *planes[i], &stacked);
-    if (!error.empty()) return error;
-    if (i > 0 && stacked != *num_stacked) return "planes are stacked over different layers";
-    *num_stacked = stacked;
-    weights[i] = static_cast<const uint8_t*>(planes[i]->untyped_data());
-  }
-  return "";
-}
-
 // What start and plan share: the launch on MAIN, and the plan's but for where its arrays are.
 std::string read_call(const Target& target, int64_t config, const U32& handle, const I32& params,
                       const I32& topk_ids, cuda::StartLaunch* start, cuda::PlanLaunch* plan) {
@@ -143,35 +129,33 @@ void enqueue_start(DeviceRuntime& runtime, const DomainSetup& setup, cuda::Start
   if (runtime.in_flight.size() == DeviceRuntime::kNumCells) {
     runtime.in_flight.erase(runtime.in_flight.begin());
   }
-  DeviceRuntime::Started started{{}, index};
-  std::copy_n(plan.weights, kMaxPlanes, started.weights);
-  runtime.in_flight.push_back(started);
+  runtime.in_flight.push_back({start.ticket, index});
 }
 
-// MAIN waits for the plan of the youngest call with these weights: COPY plans in order, so that
-// whichever of them this is has been planned too.
-void wait_planned(DeviceRuntime& runtime, const uint8_t* const (&weights)[kMaxPlanes],
-                  cudaStream_t main, Steps& steps) {
+// MAIN waits for the plan of the call that wrote this ticket. A ticket that XLA has copied stands
+// at another address: then MAIN waits for the youngest plan, since COPY plans in order.
+void wait_planned(DeviceRuntime& runtime, const void* ticket, cudaStream_t main, Steps& steps) {
   auto& calls = runtime.in_flight;
-  for (size_t i = calls.size(); i-- > 0;) {
-    if (!std::equal(weights, weights + kMaxPlanes, calls[i].weights)) continue;
-    const uint32_t cell = calls[i].cell;
-    calls.erase(calls.begin() + i);
-    steps.then("waiting for the plan",
-               [&] { return cudaStreamWaitEvent(main, runtime.planned[cell], 0); });
+  if (calls.empty()) {
+    steps.error =
+        "no start is in flight; call fused_moe with the ticket of a start, and use each ticket "
+        "once";
     return;
   }
-  steps.error =
-      "no start in flight had these weights; pass the same arrays to start and fused_moe, and use "
-      "each ticket once";
+  const auto found = std::find_if(calls.rbegin(), calls.rend(),
+                                  [&](const auto& call) { return call.ticket == ticket; });
+  const uint32_t cell = found == calls.rend() ? calls.back().cell : found->cell;
+  if (found != calls.rend()) calls.erase(std::next(found).base());
+  steps.then("waiting for the plan",
+             [&] { return cudaStreamWaitEvent(main, runtime.planned[cell], 0); });
 }
 
 ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuffer x,
-                     F32 topk_weights, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
-                     ffi::AnyBuffer after, Out<ffi::AnyBuffer> y, Out<I32> route_slot,
-                     Out<I32> broadcasts, Out<I32> quota, Out<I32> num_broadcasts,
-                     Out<I32> load_before, Out<I32> load, Out<I32> status, Out<U32> generation,
-                     Out<ffi::AnyBuffer> workspace, int64_t config) {
+                     F32 topk_weights, ffi::AnyBuffer after, ffi::RemainingArgs operands,
+                     Out<ffi::AnyBuffer> y, Out<I32> route_slot, Out<I32> broadcasts,
+                     Out<I32> quota, Out<I32> num_broadcasts, Out<I32> load_before, Out<I32> load,
+                     Out<I32> status, Out<U32> generation, Out<ffi::AnyBuffer> workspace,
+                     int64_t config) {
   (void)after;  // an operand only so that it is computed before this call
   const Target target(ordinal, config, ticket.element_count());
   if (!target.error.empty()) return failed(target.error);
@@ -179,16 +163,15 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
   const DomainSetup& setup = *target.setup;
   const PlanBuffers plan{route_slot,  broadcasts, quota,  num_broadcasts,
                          load_before, load,       status, generation};
-  const ffi::AnyBuffer* const planes[] = {&gate, &up, &down};
-  const uint8_t* weights[kMaxPlanes] = {};
-  int32_t num_tokens = 0, num_stacked = 0;
+  PlaneOperands planes;
+  int32_t num_tokens = 0;
   std::string error = count_tokens(sizes, x.dimensions(), sizes.shape.hidden, "x", &num_tokens);
   if (error.empty()) error = check_fused(sizes, num_tokens, x, topk_weights, *y, plan);
   if (error.empty()) {
     error =
         check_size("workspace", workspace->size_bytes(), cuda::workspace_bytes(setup, num_tokens));
   }
-  if (error.empty()) error = read_planes(sizes, planes, weights, &num_stacked);
+  if (error.empty()) error = read_planes(sizes, operands, &planes);
   if (!error.empty()) return failed(error);
   DeviceRuntime& runtime = *target.runtime;
   cuda::FusedLaunch launch{};
@@ -202,15 +185,15 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
   launch.dtype = setup.dtype;
   launch.x = x.untyped_data();
   launch.topk_weights = topk_weights.typed_data();
-  std::copy_n(weights, kMaxPlanes, launch.weights);
-  launch.num_stacked = num_stacked;
+  std::copy_n(planes.data, kMaxPlanes, launch.weights);
+  launch.num_stacked = planes.num_stacked;
   launch.y = y->untyped_data();
   launch.plan = plan.outputs<PlanOutputs>();
   launch.workspace = workspace->untyped_data();
   launch.options = setup.fused;
   std::lock_guard lock(runtime.mutex);
   Steps steps;
-  wait_planned(runtime, weights, main, steps);
+  wait_planned(runtime, launch.ticket, main, steps);
   if (setup.poison) poison(setup, launch, main, steps);
   steps.then("launching fused_moe", [&] { return cuda::launch_fused(launch, main); });
   record_left(runtime, main, steps);
@@ -218,18 +201,20 @@ ffi::Error fused_moe(cudaStream_t main, int32_t ordinal, U32 ticket, ffi::AnyBuf
 }
 
 ffi::Error start(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 topk_ids,
-                 ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
-                 Out<U32> ticket, Out<ffi::AnyBuffer> x_out, int64_t config) {
+                 ffi::AnyBuffer x, ffi::RemainingArgs operands, Out<U32> ticket,
+                 Out<ffi::AnyBuffer> x_out, int64_t config) {
   const Target target(ordinal, config, handle.element_count());
   if (!target.error.empty()) return failed(target.error);
   cuda::StartLaunch start{};
   cuda::PlanLaunch plan{};
-  const ffi::AnyBuffer* const planes[] = {&gate, &up, &down};
+  PlaneOperands planes;
   std::string error = read_call(target, config, handle, params, topk_ids, &start, &plan);
   if (error.empty()) error = check_size("ticket", ticket->element_count(), kNumHandleWords);
   if (error.empty()) error = check_size("x_out", x_out->size_bytes(), x.size_bytes());
-  if (error.empty()) error = read_planes(target.sizes, planes, plan.weights, &start.num_stacked);
+  if (error.empty()) error = read_planes(target.sizes, operands, &planes);
   if (!error.empty()) return failed(error);
+  std::copy_n(planes.data, kMaxPlanes, plan.weights);
+  start.num_stacked = planes.num_stacked;
   plan.is_stacked = start.num_stacked > 0;
   start.ticket = ticket->typed_data();
   std::lock_guard lock(target.runtime->mutex);

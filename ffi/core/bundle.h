@@ -47,6 +47,15 @@ enum PlaneIndex : int32_t {
 };
 constexpr int32_t kNumWeightPlanes = 3;  // those in the weight format; biases follow them
 
+inline const char* plane_name(int32_t plane) {
+  constexpr const char* kNames[kMaxPlanes] = {"gate",      "up",      "down",
+                                              "gate_bias", "up_bias", "down_bias"};
+  return kNames[plane];
+}
+
+// What the user's array is made of.
+enum class PlaneType : int32_t { kFloat32 = 0, kBFloat16 = 1, kBytes = 2 };
+
 struct PlaneLayout {
   int32_t rows, columns;  // of one expert; a bias has one row
   int32_t element_bits;
@@ -54,6 +63,8 @@ struct PlaneLayout {
   size_t offset;         // in the bundle, a multiple of kPlaneAlign
   size_t bytes;          // of one expert in the user's array
   size_t scales_offset;  // where its scales begin; `bytes` where there are none
+  PlaneType type;        // of the user's array
+  int32_t num_dims;      // of one expert in it: [rows, columns], or 1 for bytes and biases
 };
 
 struct BundleLayout {
@@ -67,21 +78,28 @@ ISER_HD constexpr int32_t element_bits_of(WeightFormat format) {
 }
 
 ISER_HD inline PlaneLayout weight_plane(WeightFormat format, int32_t rows, int32_t columns) {
-  PlaneLayout plane{rows, columns, element_bits_of(format), 0, 0, 0, 0};
+  PlaneLayout plane{};
+  plane.rows = rows;
+  plane.columns = columns;
+  plane.element_bits = element_bits_of(format);
   if (format == WeightFormat::kFloat8Block128) {
     plane.scale_block = fp8::kBlock;
     plane.bytes = fp8::plane_bytes(rows, columns);
     plane.scales_offset = fp8::plane_values(rows, columns);
+    plane.type = PlaneType::kBytes;
+    plane.num_dims = 1;
   } else {
     plane.bytes = static_cast<size_t>(rows) * columns * (plane.element_bits / 8);
     plane.scales_offset = plane.bytes;
+    plane.type = format == WeightFormat::kFloat32 ? PlaneType::kFloat32 : PlaneType::kBFloat16;
+    plane.num_dims = 2;
   }
   return plane;
 }
 
 ISER_HD inline PlaneLayout bias_plane(int32_t columns) {
   const size_t bytes = sizeof(float) * static_cast<size_t>(columns);
-  return {1, columns, 32, 0, 0, bytes, bytes};
+  return {1, columns, 32, 0, 0, bytes, bytes, PlaneType::kFloat32, 1};
 }
 
 ISER_HD inline BundleLayout bundle_layout(WeightFormat format, int32_t hidden, int32_t intermediate,

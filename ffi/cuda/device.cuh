@@ -48,10 +48,9 @@ struct DeviceRuntime {
   cudaEvent_t left;  // by MAIN, after the last call that was enqueued
   uint32_t num_calls = 0;
 
-  // Calls whose fused_moe has yet to come, oldest first. What start and fused_moe have in common on
-  // the host is the weights.
+  // Calls whose fused_moe has yet to come, oldest first, by the address of their ticket.
   struct Started {
-    const void* weights[kMaxPlanes];
+    const void* ticket;
     uint32_t cell;
   };
   std::vector<Started> in_flight;

@@ -13,6 +13,20 @@ namespace iser::cuda {
 constexpr int kBeginThreads = 256, kScheduleThreads = 256;
 constexpr size_t kMaxSharedSegments = 160 * 1024;  // bytes; a larger schedule is made in place
 
+// Whether the weights are where start found them: XLA frees an operand of start that this call does
+// not take, while peers may still read it.
+__device__ inline bool has_same_weights(const MoeCall& call, const CallTag& tag, int32_t layer) {
+  const BundleLayout& bundle = call.block.bundle;
+  const int32_t experts = call.sizes.ranks_per_device * call.sizes.slots.num_home();
+  const uint64_t first = call.launch.num_stacked > 0 ? uint64_t{1} * layer * experts : 0;
+  bool is_same = true;
+  for (int32_t i = 0; i < bundle.num_planes; ++i) {
+    const uint64_t base = reinterpret_cast<uint64_t>(call.launch.weights[i]);
+    is_same = is_same && tag.weights[i] == base + first * bundle.planes[i].bytes;
+  }
+  return is_same;
+}
+
 // Whether the plan that COPY has made is one that this call completes. One thread.
 __device__ inline bool fits_plan(const MoeCall& call, const DeviceTable& table) {
   const uint32_t generation = *table.plan.generation;
@@ -25,6 +39,11 @@ __device__ inline bool fits_plan(const MoeCall& call, const DeviceTable& table) 
   const int32_t layers = call.launch.num_stacked, layer = table.call->params.layer;
   if (layer < 0 || (layers > 0 && layer >= layers)) {
     fail_at(table, ErrorCode::kBadLayer, table.first_rank, -1, Stage::kDispatch, layers, layer);
+    return false;
+  }
+  if (!table.call->is_in_flight || !has_same_weights(call, tag, layer)) {
+    fail_at(table, ErrorCode::kBadFusedMoe, table.first_rank, -1, Stage::kDispatch, 1,
+            table.call->is_in_flight);
     return false;
   }
   return true;

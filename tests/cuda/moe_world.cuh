@@ -424,12 +424,26 @@ class MoeWorld {
     return {generation, problem.layer, problem.num_tokens, is_balanced, 0, 0, {}};
   }
 
+  // Of the rank's first home expert in the call's layer.
+  uint8_t* home_plane(int32_t rank, int32_t plane) const {
+    const size_t layer = problem.is_stacked ? problem.layer : 0;
+    const size_t first = (layer * num_local + rank % num_local) * shape.slots.num_home();
+    return devices[rank / num_local]->weights[plane].data +
+           first * layout.bundle.planes[plane].bytes;
+  }
+
   void plan_by_hand(const MoeRun& run) {
     const PlanConfig config = problem.config(run.is_balanced);
     const std::vector<int32_t> counts = count_ids(config, problem.ids);
     const CorePlan plan(config, counts, nullptr);
     num_broadcasts = plan.num_broadcasts;
-    std::vector<MailTag> tags(shape.slots.num_ranks, MailTag{tag(run.is_balanced)});
+    std::vector<MailTag> tags;
+    for (int32_t r = 0; r < shape.slots.num_ranks; ++r) {
+      tags.push_back({tag(run.is_balanced)});
+      for (int i = 0; i < kNumWeightPlanes; ++i) {
+        tags[r].tag.weights[i] = reinterpret_cast<uint64_t>(home_plane(r, i));
+      }
+    }
     for (size_t d = 0; d < devices.size(); ++d) {
       MoeDevice& device = *devices[d];
       CHECK_CUDA(cudaSetDevice(device.gpu));
@@ -467,17 +481,14 @@ class MoeWorld {
     for (int32_t b = 0; b < plan.num_broadcasts; ++b) {
       const Broadcast& row = plan.broadcasts[b];
       const Group group = row.group(shape.slots.num_ranks);
-      const MoeDevice& owner = *devices[row.owner / num_local];
-      const size_t layer = problem.is_stacked ? problem.layer : 0;
-      const size_t expert = (layer * num_local + row.owner % num_local) * home + row.expert % home;
       for (int32_t r = group.begin; r < group.end; ++r) {
         if (r == row.owner || r / num_local != d) continue;
         uint8_t* to = block(r).helper(shape, problem.layer % kNumBanks, row.helper_idx);
         for (int i = 0; i < kNumWeightPlanes; ++i) {
           const PlaneLayout& plane = layout.bundle.planes[i];
           CHECK_CUDA(cudaMemcpyAsync(to + plane.offset,
-                                     owner.weights[i].data + expert * plane.bytes, plane.bytes,
-                                     cudaMemcpyDefault, device.copy));
+                                     home_plane(row.owner, i) + row.expert % home * plane.bytes,
+                                     plane.bytes, cudaMemcpyDefault, device.copy));
         }
       }
     }

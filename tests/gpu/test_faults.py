@@ -237,9 +237,9 @@ def test_a_fused_moe_of_other_tokens_than_its_start(widest):
 
 @only_on_gpus
 def test_a_fused_moe_without_start_is_an_error(widest):
-    """The host knows that no start had these weights, and raises.
+    """The host knows that no start is in flight, and raises.
 
-    Unless one that never got its fused_moe had weights where these are now: then the plan tells.
+    Unless one never got its fused_moe, here or in another Domain: then the device tells.
     """
 
     def body(x, ids, topk_weights, weights, handle):
@@ -248,13 +248,13 @@ def test_a_fused_moe_without_start_is_an_error(widest):
 
     domain = domain_at(problem_of(), widest)
     operands = (*problem_of().operands, domain.handle)
-    told = "no start in flight had these weights"
+    told = "no start is in flight"
     try:
         assert_failed(lambda: on_devices(body, domain.mesh)(*operands), BAD_FUSED_MOE)
     except jax.errors.JaxRuntimeError as error:
         told = str(error)
     domain.close(check=False)
-    assert "no start in flight had these weights" in told
+    assert "no start is in flight" in told
     with domain_at(problem_of(), widest) as domain:
         assert_same_bits(run_layer(problem_of(), domain=domain)[0], expected())
 
