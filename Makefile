@@ -7,7 +7,7 @@ SETUP := @$(PYTHON) scripts/setup_env.py
 # in them is tested elsewhere too, so that once will do.
 SIMULATED := --ignore=tests/test_moe_simt.py --ignore=tests/test_plan_simt.py --ignore=tests/gpu
 
-.PHONY: setup prefill test test-oldest test-newest lint format sanitize mutants cuda test-gpu wheels bench clean help
+.PHONY: setup prefill test test-oldest test-newest lint format sanitize mutants cuda test-gpu wheels bench docs-tables clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -52,7 +52,10 @@ bench: setup ## the benchmarks; JSON in build/bench/
 	@mkdir -p build/bench
 	@set -e; for file in benchmarks/bench_*.py; do \
 	  name=$$(basename $$file .py); echo "== $$name"; \
-	  .venv/bin/python $$file --json build/bench/$$name.json $(ARGS); done
+	  .venv/bin/python $$file --json build/bench/$$name.json --allow-dirty $(ARGS); done
+
+docs-tables: setup ## the tables and figures in README.md and docs/, from benchmarks/results
+	@.venv/bin/python benchmarks/tables.py
 
 clean: ## removes what was built, and the environments
 	rm -rf build dist .venv .venv-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -14,8 +14,8 @@ For each instruction set of this CPU, in a process of its own:
 - *expert*: the whole kernel of ffi/cpu/gemm.h (with silu, rounding, gather and scatter), f32 and
   bf16.
 
-Needs a C++ compiler; candidates that are not installed are
-skipped (Debian: libeigen3-dev, libdnnl-dev, libxsmm-dev).
+Needs a C++ compiler; candidates that are not installed are skipped
+(Debian: libeigen3-dev, libdnnl-dev, libxsmm-dev).
 """
 
 import argparse
@@ -34,6 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import _report
 import gemm_candidates as candidates
 import numpy as np
 
@@ -264,7 +265,7 @@ def print_summary(run: dict) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _report.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     on_x86 = platform.machine() in ("x86_64", "AMD64")
@@ -275,7 +276,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heights", type=int, nargs="+", default=[32, 96, 128])
     parser.add_argument("--max-rows", type=int, default=130, help="tallest tile of the bits study")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", default="-", help="file for the results; - is standard output")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.dense = [(2048, 2048, 2048), (4096, args.intermediate, args.hidden)]
@@ -294,11 +294,7 @@ def main() -> int:
     sizes = {"hidden": args.hidden, "intermediate": args.intermediate}
     result = {"threads": NUM_THREADS, "experts": NUM_EXPERTS, **sizes, "load_before": load}
     result["runs"] = runs
-    text = json.dumps(result, indent=1)
-    if args.json == "-":
-        print(text)
-    else:
-        pathlib.Path(args.json).write_text(text + "\n")
+    _report.write(args, result)
     return 0 if runs else 1
 
 

@@ -5,15 +5,23 @@
 #
 # PYTHON, ISER_XLA_FFI_INCLUDE, ISER_SKIP_BUILD: as for scripts/test_gpu.sh; torch is needed too.
 # GPUS: how many to use (default: all). ISER_COMMIT: what the sources are, without their history.
-# BENCHMARKS: some of plan, replication, nccl, fused_moe, layer, baselines (default: all).
+# BENCHMARKS: some of plan, replication, nccl, fused_moe, products, layer, baselines (default: all).
+# ALLOW_DIRTY=1: sources that differ from their commit; the documents are marked -dirty.
+# RAW: where raw lines go (default build/bench).
 #
-# Raw lines are in build/bench. A benchmark that fails or takes too long leaves the others alone.
+# Each document has the commands as they were run, date, device, versions and the commit of the
+# start. A benchmark that fails or takes too long leaves the others alone.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 python=$(command -v "${PYTHON:-python3}") || exit
 folder=${1:-benchmarks/results}
 gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
-raw=build/bench
+raw=${RAW:-build/bench}
+dirty=()
+[[ ${ALLOW_DIRTY:-} == 1 ]] && dirty=(--allow-dirty)
+# Before anything is built: figures without a commit cannot be recorded.
+ISER_COMMIT=$("$python" benchmarks/_report.py --check "${dirty[@]}") || exit
+export ISER_COMMIT
 bin=${ISER_CUDA_BUILD:-build/cuda}
 mkdir -p "$raw" "$folder" || exit
 failed=0
@@ -33,22 +41,31 @@ library() {
   find $packages -name "$1.so.*" 2>/dev/null | head -n 1
 }
 
-lines() {  # NAME LIMIT command: its lines in $raw/NAME.jsonl
+lines() {  # NAME LIMIT command: its lines in $raw/NAME.jsonl, itself in NAME.command
   local name=$1 limit=$2
   shift 2
+  echo "$*" >"$raw/$name.command"
   timeout "$limit" "$@" >"$raw/$name.jsonl" || { echo "failed ($?): $*" >&2 && failed=1; }
 }
 
-document() {  # NAME COMMAND FILES: $folder/cuda_NAME.json
-  local name=$1 command=$2
-  shift 2
-  [[ -s ${1#*=} ]] || return 0
-  "$python" benchmarks/_report.py "$folder/cuda_$name.json" --command "$command" "$@" || failed=1
+document() {  # NAME [GROUP=]PART...: $folder/cuda_NAME.json of these parts' lines
+  local name=$1 part commands=() files=()
+  shift
+  for part in "$@"; do
+    [[ -s $raw/${part#*=}.jsonl ]] || continue
+    commands+=("$(<"$raw/${part#*=}.command")")
+    [[ $part == *=* ]] && files+=("${part%%=*}=$raw/${part#*=}.jsonl") || files+=("$raw/$part.jsonl")
+  done
+  [[ ${#files[@]} -gt 0 ]] || return 0
+  local all
+  all=$(printf '%s; ' "${commands[@]}")
+  "$python" benchmarks/_report.py "$folder/cuda_$name.json" --command "${all%; }" "${dirty[@]}" \
+    "${files[@]}" || failed=1
 }
 
 bench_plan() {
   lines plan 60 "$bin/bench_plan" --gpus "$gpus"
-  document plan "bench_plan --gpus $gpus" "$raw/plan.jsonl"
+  document plan plan
 }
 
 bench_replication() {
@@ -56,28 +73,32 @@ bench_replication() {
   for part in tune sizes beside; do
     lines "$part" 60 "$bin/bench_replication" --gpus "$gpus" "$part"
   done
-  document replication "bench_replication --gpus $gpus" \
-    tune="$raw/tune.jsonl" sizes="$raw/sizes.jsonl" beside="$raw/beside.jsonl"
+  document replication tune=tune sizes=sizes beside=beside
 }
 
 bench_nccl() {
   lines nccl 60 "$python" benchmarks/cuda/bench_nccl.py
-  document nccl "python3 benchmarks/cuda/bench_nccl.py" "$raw/nccl.jsonl"
+  document nccl nccl
 }
 
 bench_fused_moe() {
-  lines fused_moe 300 "$bin/bench_fused_moe" --gpus "$gpus"
-  document fused_moe "bench_fused_moe --gpus $gpus" "$raw/fused_moe.jsonl"
+  lines fused_moe 300 "$bin/bench_fused_moe" --gpus "$gpus" dense share fp8 ranks pair
+  document fused_moe fused_moe
+}
+
+bench_products() {
+  lines products 120 "$bin/bench_fused_moe" products
+  document products products
 }
 
 bench_layer() {
   timeout 150 "$python" benchmarks/cuda/bench_layer.py --json "$folder/cuda_layer.json" \
-    2>"$raw/layer.txt" || { tail -n 20 "$raw/layer.txt" >&2 && failed=1; }
+    "${dirty[@]}" 2>"$raw/layer.txt" || { tail -n 20 "$raw/layer.txt" >&2 && failed=1; }
 }
 
 bench_baselines() {
   lines baselines 200 "$python" benchmarks/cuda/bench_baselines.py
-  document baselines "python3 benchmarks/cuda/bench_baselines.py" "$raw/baselines.jsonl"
+  document baselines baselines
 }
 
 [[ ${ISER_SKIP_BUILD:-} == 1 ]] || build || exit
@@ -88,7 +109,7 @@ export NCCL_NVLS_ENABLE=0 # never a multicast object
 export ISER_CUBLAS_LIBRARY=${ISER_CUBLAS_LIBRARY:-$(library libcublas)}
 export ISER_NCCL_LIBRARY=${ISER_NCCL_LIBRARY:-$(library libnccl)}
 several=" replication nccl layer " # need two GPUs
-for name in ${BENCHMARKS:-plan replication nccl fused_moe layer baselines}; do
+for name in ${BENCHMARKS:-plan replication nccl fused_moe products layer baselines}; do
   if [[ $several == *" $name "* && $gpus -lt 2 ]]; then
     echo "$name needs two GPUs" >&2
     continue

@@ -51,6 +51,9 @@ class Times(NamedTuple):
     layer: float
 
 
+NOT_SIZES = ("json", "allow_dirty")  # of the arguments, which the results keep
+
+
 class Case(NamedTuple):
     """What is timed."""
 
@@ -262,7 +265,8 @@ def main():
                 for row in rows_of(time_cases(args, mesh, operands, domain), plan):
                     say_row(figures, setting | row)
     kinds = [device.device_kind for device in devices]
-    document = {"devices": kinds, "sizes": vars(args) | {"ranks": num_ranks}, "rows": figures}
+    sizes = {name: value for name, value in vars(args).items() if name not in NOT_SIZES}
+    document = {"devices": kinds, "sizes": sizes | {"ranks": num_ranks}, "rows": figures}
     _report.write(args, document, row_a_line=True)
 
 
