@@ -2,7 +2,7 @@
 // case is checked against the oracle on its first tokens before it is timed.
 //
 //   bench_fused_moe [--gpus N] [--model WORD] [--popularity FILE] [dense] [share] [fp8] [ranks]
-//   [pair]     (all by default)
+//   [pair] [products]     (all by default)
 //
 // --model: only models with the word in their name. --popularity FILE: how often each expert was
 // chosen, numbers in a text, for the skewed cases of that model.
@@ -14,12 +14,22 @@
 // with them (there are none to make), and with all inside; "uniform" routing by chance, without
 // replicas. `ms` are medians of 20 of the slowest device, arms in turn; `tflops` counts 6 D I of
 // every routed row of a GPU; `of_dense` is against the best dense product.
+//
+// products: the share's bf16 products beside cuBLAS's at the same shapes, in turn. Arms: the layer;
+// "each expert's", cuBLAS's two products per expert over the rows that the layer gives the expert;
+// "one expert's", two products over all rows with one expert's weights, which no layer could use.
+// Each round times every arm once, there and back. `tiles_of_cublas` is cuBLAS's time over that of
+// the layer's tiles (products with SwiGLU, pulling and storing of rows) in the same round,
+// `layer_of_cublas` over the whole layer's: medians of the rounds with the interval of the median
+// at 95 %; `rounds_ms` has every round's [cuBLAS, tiles, layer].
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -34,6 +44,7 @@ using namespace iser::cuda;
 namespace {
 
 constexpr int kRepeats = 20, kWarmUps = 3, kRounds = 4, kCheckedTokens = 16;
+constexpr int kPairedRounds = 40;
 int num_gpus = 1;
 double best_dense = 0;  // TFLOP/s
 std::string only_model;
@@ -386,6 +397,190 @@ void bench_pair() {
   }
 }
 
+// The two products of every expert's rows by cuBLAS, on weights and rows of its own.
+class VendorProducts {
+ public:
+  VendorProducts(const MoeProblem& p, bench::Cublas& cublas)
+      : cublas_(cublas),
+        hidden_(p.hidden),
+        inner_(p.intermediate),
+        rows_(count_ids(p.config(false), p.ids)),
+        num_rows_(std::accumulate(rows_.begin(), rows_.end(), 0)),
+        x_(size_t(num_rows_) * hidden_),
+        h_(size_t(num_rows_) * inner_),
+        gate_up_(rows_.size() * 2 * p.plane()),
+        down_(rows_.size() * p.plane()),
+        gate_up_out_(2 * h_.count),
+        out_(x_.count) {
+    fill(x_, 5, 1.0f);
+    fill(h_, 6, 1.0f);
+    fill(gate_up_, 1, p.plane_scale(0));
+    fill(down_, 3, p.plane_scale(2));
+    CHECK_CUDA(cudaDeviceSynchronize());
+  }
+
+  bool each_expert() {
+    bool ok = true;
+    for (const bool is_down : {false, true}) {
+      for (size_t e = 0, first = 0; e < rows_.size(); first += rows_[e++]) {
+        if (rows_[e] > 0) ok &= is_down ? down(e, first, rows_[e]) : gate_up(e, first, rows_[e]);
+      }
+    }
+    return ok;
+  }
+  bool one_expert() { return gate_up(0, 0, num_rows_) && down(0, 0, num_rows_); }
+
+ private:
+  static void fill(DeviceArray<uint16_t>& to, uint64_t seed, float scale) {
+    fill_random(DType::kBF16, to.data, to.count, seed, 0, scale);
+  }
+  bool gate_up(size_t expert, size_t first, int32_t rows) {
+    const size_t weights = 2 * expert * hidden_ * inner_;
+    return cublas_.gemm(x_.data + first * hidden_, gate_up_.data + weights,
+                        gate_up_out_.data + 2 * first * inner_, rows, 2 * inner_, hidden_);
+  }
+  bool down(size_t expert, size_t first, int32_t rows) {
+    return cublas_.gemm(h_.data + first * inner_, down_.data + expert * hidden_ * inner_,
+                        out_.data + first * hidden_, rows, hidden_, inner_);
+  }
+
+  bench::Cublas& cublas_;
+  const int32_t hidden_, inner_;
+  const std::vector<int32_t> rows_;
+  const int32_t num_rows_;
+  DeviceArray<uint16_t> x_, h_, gate_up_, down_, gate_up_out_, out_;
+};
+
+// ms of what `launch` puts into the stream, which waits until the host is through.
+template <typename Launch>
+double time_launch(cudaStream_t stream, const cudaEvent_t (&events)[2], const Launch& launch) {
+  spin_kernel<<<1, 1, 0, stream>>>(5 * kLaunchNs);
+  CHECK_CUDA(cudaEventRecord(events[0], stream));
+  if (!launch()) {
+    std::fprintf(stderr, "cuBLAS refused a product\n");
+    std::exit(3);
+  }
+  CHECK_CUDA(cudaEventRecord(events[1], stream));
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  float ms = 0;
+  CHECK_CUDA(cudaEventElapsedTime(&ms, events[0], events[1]));
+  return ms;
+}
+
+struct Interval {
+  double low, middle, high;
+};
+
+// The median, and the order statistics between which the true one lies in 95 % of all samples,
+// whatever their distribution.
+Interval median_interval(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t n = values.size();
+  double term = std::pow(0.5, n), below = 0;  // P(exactly k of n fall below the median), k from 0
+  size_t k = 0;
+  while (k < n / 2 && below + term <= 0.025) {
+    below += term;
+    term *= static_cast<double>(n - k) / (k + 1);
+    ++k;
+  }
+  const size_t low = k > 0 ? k - 1 : 0;
+  return {values[low], 0.5 * (values[(n - 1) / 2] + values[n / 2]), values[n - 1 - low]};
+}
+
+using Pair = std::array<double, 3>;  // ms of cuBLAS's products, the layer's tiles, the layer
+
+void print_products(const Model& model, const char* routing, const MoeProblem& p,
+                    const char* against, int version, const std::vector<Pair>& rounds) {
+  std::vector<double> column[3], tiles, layer;
+  for (const Pair& round : rounds) {
+    for (int i = 0; i < 3; ++i) column[i].push_back(round[i]);
+    tiles.push_back(round[0] / round[1]);
+    layer.push_back(round[0] / round[2]);
+  }
+  const Interval of_tiles = median_interval(tiles), of_layer = median_interval(layer);
+  std::printf(
+      "{\"bench\": \"products\", \"model\": \"%s\", \"routing\": \"%s\", \"tokens\": %d, "
+      "\"rows\": %zu, \"against\": \"%s\", \"cublas\": %d, \"rounds\": %zu, "
+      "\"cublas_ms\": %.4f, \"tiles_ms\": %.4f, \"layer_ms\": %.4f, "
+      "\"tiles_of_cublas\": %.4f, \"tiles_of_cublas_interval\": [%.4f, %.4f], "
+      "\"layer_of_cublas\": %.4f, \"layer_of_cublas_interval\": [%.4f, %.4f], "
+      "\"rounds_ms\": [",
+      model.name, routing, p.num_tokens, p.ids[0].size(), against, version, rounds.size(),
+      median(column[0]), median(column[1]), median(column[2]), of_tiles.middle, of_tiles.low,
+      of_tiles.high, of_layer.middle, of_layer.low, of_layer.high);
+  for (size_t i = 0; i < rounds.size(); ++i) {
+    std::printf("%s[%.4f, %.4f, %.4f]", i ? ", " : "", rounds[i][0], rounds[i][1], rounds[i][2]);
+  }
+  std::printf("]}\n");
+  std::fflush(stdout);
+}
+
+void compare_products(const Model& model, const char* routing, const MoeProblem& p,
+                      bench::Cublas& cublas, cudaStream_t stream) {
+  MoeWorld world(p, 1, 1);
+  MoeRun run;
+  run.is_balanced = false;
+  check(p, world, run);
+  Arm layer("layer", world, run);
+  VendorProducts vendor(p, cublas);
+  cudaEvent_t events[2];
+  for (cudaEvent_t& event : events) CHECK_CUDA(cudaEventCreate(&event));
+  double tiles_ms = 0, layer_ms = 0, each_ms = 0, one_ms = 0;
+  std::vector<std::function<void()>> arms = {
+      [&] {
+        layer_ms = layer.call();
+        const std::vector<uint64_t> stamps = world.devices[0]->stamps.get();
+        tiles_ms = (stamps[static_cast<int>(MoeStamp::kTilesEndNs)] -
+                    stamps[static_cast<int>(MoeStamp::kExpertsNs)]) /
+                   1e6;
+      },
+      [&] { each_ms = time_launch(stream, events, [&] { return vendor.each_expert(); }); },
+      [&] { one_ms = time_launch(stream, events, [&] { return vendor.one_expert(); }); }};
+  std::vector<Pair> each, one;
+  for (int round = -1; round < kPairedRounds; ++round) {  // the first one warms up
+    for (const auto& arm : arms) {
+      arm();  // clocks follow the power of the last call: it is of the arm's own
+      arm();
+    }
+    std::reverse(arms.begin(), arms.end());
+    if (round < 0) continue;
+    each.push_back({each_ms, tiles_ms, layer_ms});
+    one.push_back({one_ms, tiles_ms, layer_ms});
+  }
+  layer.times = {layer_ms};
+  layer.finish();
+  print_products(model, routing, p, "each expert's", cublas.version(), each);
+  print_products(model, routing, p, "one expert's", cublas.version(), one);
+  for (cudaEvent_t event : events) CHECK_CUDA(cudaEventDestroy(event));
+}
+
+void bench_products() {
+  cudaStream_t stream;
+  CHECK_CUDA(cudaSetDevice(0));
+  CHECK_CUDA(cudaStreamCreate(&stream));
+  bench::Cublas cublas;
+  if (!cublas.init(stream)) {
+    std::printf(
+        "{\"skipped\": \"products\", \"why\": \"no libcublas; set ISER_CUBLAS_LIBRARY\"}\n");
+    return;
+  }
+  for (const Model& model : kModels) {
+    if (std::string(model.name).find(only_model) == std::string::npos) continue;
+    for (double exponent : {0.0, 0.4}) {
+      for (int32_t tokens : {2048, 8192}) {
+        const int32_t experts = model.experts / 8;
+        MoeProblem p{{1, experts, 0},
+                     std::min(model.top_k, experts),
+                     model.hidden,
+                     model.intermediate,
+                     tokens};
+        p.ids = draw(p.slots, tokens, p.top_k, exponent, 1);
+        compare_products(model, exponent == 0 ? "even" : "skewed", p, cublas, stream);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -416,5 +611,6 @@ int main(int argc, char** argv) {
   if (has("fp8")) bench_share(true);
   if (has("ranks")) bench_ranks();
   if (has("pair")) bench_pair();
+  if (has("products")) bench_products();
   return 0;
 }
