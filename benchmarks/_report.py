@@ -45,14 +45,14 @@ class Parser(argparse.ArgumentParser):
             help="record a commit marked -dirty where the sources differ from it",
         )
 
-    def parse_args(self, *args, **options):
-        parsed = super().parse_args(*args, **options)
+    def parse_known_args(self, *args, **options):
+        parsed, others = super().parse_known_args(*args, **options)
         if parsed.json:
             try:
                 check_commit(source_commit(), parsed.allow_dirty)
             except ValueError as error:
                 self.error(str(error))
-        return parsed
+        return parsed, others
 
 
 def parser(description: str) -> Parser:

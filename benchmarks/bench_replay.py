@@ -1,7 +1,7 @@
 """Replay: the tables of docs/replay.md beside the paper's, and its speed against bare planning.
 
-`--docs docs/replay.md` writes the tables into the page, between their markers. Recorded traces are
-those of `--traces`, a folder of .npz files; without it that part is left out.
+Recorded traces are those of `--traces`, a folder of .npz files; without it that part is left out.
+`make docs-tables` puts the tables into docs/replay.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from replay_tables import (
     mixed_tables,
     recorded_table,
     speed_table,
-    write_docs,
 )
 
 from jax_iser import _iser
@@ -181,7 +180,6 @@ def main() -> None:
     parser = _report.parser(__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, default=RECORDED, metavar="DIR")
     parser.add_argument("--only-speed", action="store_true", help="leave out all but the speed")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the tables into a page")
     args = parser.parse_args()
     found = {"speed": speed(args.repeats)}
     tables = {"speed": speed_table(found["speed"])}
@@ -196,8 +194,6 @@ def main() -> None:
         tables["recorded"] = recorded_table(found["recorded"])
     for name, table in tables.items():
         _report.say(f"\n{name}\n\n{table}")
-    if args.docs:
-        write_docs(args.docs, tables)
     _report.write(args, found)
 
 
