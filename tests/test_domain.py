@@ -3,8 +3,10 @@
 import gc
 import os
 import threading
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -126,6 +128,52 @@ def test_close_waits_for_calls_in_flight():
         assert outcome == "right" or ("IserError:" in outcome and "closed" in outcome)
         closing.join(timeout=60)
         assert not closing.is_alive()
+
+
+def test_close_waits_for_programs_between_two_of_their_layers():
+    """No call is in flight there, and the next one still needs the Domain."""
+    matrix = np.eye(32, dtype=np.float32)
+
+    @jax.jit
+    def two_layers(x, handle):
+        def layer(x):
+            return apply_layer(mesh_of(1), x, *PROBLEM.operands[1:], handle)[0]
+
+        def step(_, x):
+            return jnp.tanh(x @ matrix)
+
+        return layer(lax.fori_loop(0, 10_000, step, layer(x)))  # some tenths of a second
+
+    with make_domain(PROBLEM, ranks_per_device=8) as domain:
+        expected = np.asarray(two_layers(PROBLEM.x, domain.handle))
+    domain = make_domain(PROBLEM, ranks_per_device=8)
+    y = two_layers(PROBLEM.x, domain.handle)
+    limit = time.monotonic() + 60
+    while not domain.timelines():
+        assert time.monotonic() < limit, "the first layer does not end"
+    domain.close()
+    assert_same_bits(y, expected)
+
+
+def test_close_is_idle_before_it_parts_and_parts_before_it_releases(monkeypatch):
+    """A process that leaves looks dead to calls that still wait for its ranks."""
+    domain, order = make_domain(PROBLEM), []
+
+    def recorded(what, method):
+        def call(*args):
+            order.append(what)
+            return method(*args)
+
+        return call
+
+    for owner, name in (
+        (domain._runtime, "wait_idle"),
+        (domain._members, "part"),
+        (domain._runtime, "close"),
+    ):
+        monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
+    domain.close()
+    assert order == ["wait_idle", "part", "close"]
 
 
 def test_busy_counts_rows_and_time_of_each_rank():
