@@ -1,7 +1,7 @@
 """Plants faults in a copy of the sources, one at a time: the tests named beside each must go red.
 
     python3 scripts/mutants.py                  # every mutant; build/mutants/results.json
-    python3 scripts/mutants.py planner 'tie'    # those whose group or name has one of the words
+    python3 scripts/mutants.py core 'per_slot'  # those of a group, or with a word in their name
     python3 scripts/mutants.py --python         # without those of C++, which build the extension
     python3 scripts/mutants.py --check          # only whether every pattern still matches
 
@@ -272,16 +272,16 @@ def baselines(tree: Tree, mutants: list[Mutant]) -> None:
         print(f"without a fault: passed {' '.join(arguments)}", flush=True)
 
 
-def chosen(mutants: list[Mutant], words: list[str], root, python_only: bool) -> list[Mutant]:
-    """Those that the command line names; C++ last, so that the extension is as it was till then."""
-    found = [
-        mutant
-        for mutant in mutants
-        if not words or any(word in f"{mutant.group} {mutant.name}" for word in words)
-    ]
-    of_python = [mutant for mutant in found if not is_cpp(mutant, root)]
-    of_cpp = [] if python_only else [mutant for mutant in found if is_cpp(mutant, root)]
-    return of_python + of_cpp
+def named(mutants: list[Mutant], words: list[str]) -> list[Mutant]:
+    """Those whose group is one of the words, or whose name has one."""
+    return [m for m in mutants if not words or m.group in words or any(w in m.name for w in words)]
+
+
+def in_order(mutants: list[Mutant], root: pathlib.Path, python_only: bool) -> list[Mutant]:
+    """C++ last, so that the extension is as it was till then; or left out."""
+    of_cpp = [mutant for mutant in mutants if is_cpp(mutant, root)]
+    of_python = [mutant for mutant in mutants if mutant not in of_cpp]
+    return of_python if python_only else of_python + of_cpp
 
 
 def judge(mutant: Mutant, outcome: str) -> str:
@@ -331,12 +331,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only match the patterns")
     parser.add_argument("--no-baseline", action="store_true", help="skip the runs without a fault")
     arguments = parser.parse_args()
-    mutants = load()
+    mutants = named(load(), arguments.words)
     if wrong := check_all(mutants, ROOT):
         sys.exit("\n".join(wrong))
-    mutants = chosen(mutants, arguments.words, ROOT, arguments.python)
+    mutants = in_order(mutants, ROOT, arguments.python)
     if not mutants:
-        sys.exit(f"no mutant's group or name has one of {arguments.words}")
+        sys.exit(f"no mutant's group is, and no name has, one of {arguments.words}")
     if arguments.check:
         print(f"{len(mutants)} mutants: every pattern matches")
         return

@@ -1,5 +1,6 @@
 """The Domain's life: sizes, context, two at once, close, what it says of itself."""
 
+import ctypes
 import gc
 import os
 import threading
@@ -174,6 +175,39 @@ def test_close_is_idle_before_it_parts_and_parts_before_it_releases(monkeypatch)
         monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
     domain.close()
     assert order == ["wait_idle", "part", "close"]
+
+
+GUARD = b"\xa5" * 64  # ffi/core/layout.h
+
+
+def guards() -> list[int]:
+    """Addresses of the guard words in the one Domain's memory."""
+    with open("/proc/self/maps") as file:
+        (line,) = [line for line in file if "memfd:jax_iser" in line]
+    begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+    memory = ctypes.string_at(begin, end - begin)
+    found, at = [], memory.find(GUARD)
+    while at >= 0:
+        found.append(begin + at)
+        at = memory.find(GUARD, at + len(GUARD))
+    return found
+
+
+def test_an_overwritten_guard_is_told():
+    """Behind each section of each rank, in a Domain for each: the first error stays."""
+    names = list(describe(DomainConfig(num_ranks=2, **SIZES))["bytes_per_rank"])
+    problem = make_problem("W2", num_ranks=2)
+    for number in range(2 * len(names)):
+        with make_domain(problem) as domain:
+            addresses = guards()
+            assert len(addresses) == 2 * len(names), names
+            domain.check()
+            ctypes.memset(addresses[number] + 7 * number % 64, 0, 1)
+            rank, section = divmod(number, len(names))
+            words = f"rank {rank} found a guard word behind section {names[section]} overwritten"
+            with pytest.raises(jax_iser.IserError, match=words):
+                domain.check()
+            domain.close(check=False)
 
 
 def test_busy_counts_rows_and_time_of_each_rank():
