@@ -9,6 +9,8 @@ from replay_helpers import make_counts
 from jax_iser.reference import planner as reference
 from jax_iser.replay.batch import Batch, Outcome, loads_of, local_routes
 from jax_iser.replay.policies import POLICIES, parse_policy
+from jax_iser.replay.policies.static import home_placement, place_static, split_static
+from jax_iser.replay.split import even_split
 
 VARIANTS = [
     *POLICIES,
@@ -228,6 +230,41 @@ def test_static_past_runs_the_first_iteration_at_home():
     layers = batch.num_layers
     np.testing.assert_array_equal(outcome.load[:layers], batch.load_before[:layers])
     assert (outcome.load[layers:] != batch.load_before[layers:]).any()
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 10])
+@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("blocks", [[12], [1] * 12, [5, 4, 3]])
+def test_static_past_replans_from_the_iterations_before(interval, window, blocks):
+    """Iteration i is placed by the loads before the last replan: 1, 1 + interval, ..."""
+    iterations = [
+        counts
+        for seed in range(6)
+        for counts in make_counts(seed, iterations=2, ranks=4, experts=16)
+    ]
+    policy = parse_policy(f"eplb-past:interval={interval}:window={window}")(slots=2)
+    found, start = [], 0
+    for size in blocks:
+        found.append(policy.plan(Batch(iterations[start : start + size])))
+        start += size
+    loads = np.concatenate([outcome.load for outcome in found]).reshape(12, 2, 4)
+    tables = np.concatenate([outcome.slots for outcome in found]).reshape(12, 2, 4, -1)
+    placements = set()
+    for i, counts in enumerate(iterations):
+        batch = Batch([counts])
+        if i == 0:
+            weight, table = home_placement(batch, 2)
+        else:
+            replan = 1 + (i - 1) // interval * interval
+            past = iterations[max(0, replan - window) if window else 0 : replan]
+            totals = sum(before.sum(axis=1, dtype=np.int64) for before in past)
+            weight, table = place_static(totals, 4, 2)
+        split = lambda b, plan, expert, w: even_split(b.totals[plan, expert], w)  # noqa: E731
+        expected = split_static(batch, weight, table, split)
+        np.testing.assert_array_equal(tables[i], table)
+        np.testing.assert_array_equal(loads[i], expected.load)
+        placements.add(table.tobytes())
+    assert len(placements) >= 1 + 11 // interval  # so that a plan that stays is seen
 
 
 def test_a_policy_from_a_users_file(tmp_path):
