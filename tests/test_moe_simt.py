@@ -32,11 +32,18 @@ CASES = [
     "devices: P=2",
     "waves:",
     "layers:",
+    "wrap:",
     "fp8:",
 ]
 
 # A name, a case that meets it, the file, what is right, what is wrong.
 FAULTS = {
+    "arrivals that are ordered by value": (
+        "wrap:",
+        "protocol.cuh",
+        "if (has_reached(load_acquire(word), complete)) return aborted == 0;",
+        "if (load_acquire(word) >= complete) return aborted == 0;",
+    ),
     "operands freed before they are multiplied": (
         "first: tensor, 256",
         "moe_tensor_multiply.cuh",

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -37,6 +38,7 @@ DomainSetup make_setup(const cpu::DomainOptions& options, int copy_sms) {
   setup.timeout_ns = static_cast<uint64_t>(options.timeout_ns);
   setup.startup_timeout_ns = static_cast<uint64_t>(options.startup_timeout_ns);
   setup.poison = options.poison;
+  setup.first_generation = options.first_generation;
   setup.plan_ctas_per_rank = 8;
   setup.replication.num_ctas = setup.fused.copy_sms = copy_sms;
   cuda::check_sizes(setup);
@@ -142,8 +144,13 @@ class CudaPart {
     std::vector<CallTimes> times(cuda::kNumTimes);
     cuda::read_memory(runtime_, cuda::times_address(setup_, segment()), times.data(),
                       times.size() * sizeof(CallTimes));
-    std::sort(times.begin(), times.end(), [](const CallTimes& a, const CallTimes& b) {
-      return static_cast<int32_t>(a.generation - b.generation) < 0;
+    uint32_t newest = 0;
+    cuda::read_memory(runtime_,
+                      cuda::head_address(segment()) + offsetof(cuda::DeviceHead, generation),
+                      &newest, sizeof newest);
+    // By age: calls of any two generations may be there, since plans leave no times.
+    std::sort(times.begin(), times.end(), [newest](const CallTimes& a, const CallTimes& b) {
+      return newest - a.generation > newest - b.generation;
     });
     nb::list rows;
     for (const CallTimes& t : times) {

@@ -1,5 +1,8 @@
 #include "ffi/cuda/device.cuh"
 
+#include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -296,6 +299,25 @@ void write_memory(DeviceRuntime& runtime, uint64_t address, const void* from, si
   check_cuda(cudaStreamSynchronize(runtime.admin), "writing device memory");
 }
 
+namespace {
+
+// As if all generations before the first had run.
+void write_generation(DeviceRuntime& runtime, const DomainSetup& setup, uint64_t segment) {
+  const uint32_t before = setup.first_generation - 1;
+  uint32_t arrived[static_cast<int32_t>(Stage::kNumStages)], arrivals[std::size(arrived)];
+  std::fill(std::begin(arrived), std::end(arrived), before);
+  std::fill(std::begin(arrivals), std::end(arrivals), before * setup.shape.slots.num_ranks);
+  const uint64_t head = head_address(segment);
+  write_memory(runtime, head + offsetof(DeviceHead, words.arrivals), arrivals, sizeof arrivals);
+  write_memory(runtime, head + offsetof(DeviceHead, generation), &before, sizeof before);
+  for (int32_t v = 0; v < setup.ranks_per_device; ++v) {
+    write_memory(runtime, block_address(setup, segment, v) + offsetof(RankWords, arrived), arrived,
+                 sizeof arrived);
+  }
+}
+
+}  // namespace
+
 void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part) {
   const Here here(runtime.ordinal);
   const uint64_t segment = part.segments[part.device];
@@ -316,6 +338,7 @@ void write_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPa
   }
   const DeviceTable table = make_table(setup, part);
   write_memory(runtime, base + layout.table, &table, sizeof table);
+  if (setup.first_generation != 1) write_generation(runtime, setup, segment);
 }
 
 void publish_part(DeviceRuntime& runtime, const DomainSetup& setup, const DomainPart& part) {

@@ -31,7 +31,8 @@ struct DomainSetup {
   int32_t plan_ctas_per_rank;  // at most
   ReplicationOptions replication;
   FusedOptions fused;
-  PlanGrid grid;  // chosen by `add_setup`
+  PlanGrid grid;                  // chosen by `add_setup`
+  uint32_t first_generation = 1;  // tests begin shortly before generations wrap around
 };
 
 // One GPU for as long as the process lives. Calls in flight have a cell each.

@@ -21,10 +21,10 @@ __device__ inline void wait_combined(const MoeCall& call, const DeviceTable& tab
       words->routes_expected * static_cast<uint32_t>(call.sizes.units_per_route());
   const uint64_t begin = global_ns(), limit = wait_limit(table);
   for (;;) {
-    const uint32_t found = load_acquire(&words->routes_done);
-    if (found == wanted || has_failed(table)) return;
+    if (load_acquire(&words->routes_done) == wanted || has_failed(table)) return;
     if (global_ns() - begin < limit) continue;
-    fail_at(table, ErrorCode::kTimeout, rank, -1, Stage::kCombine, limit / 1'000'000, found);
+    fail_at(table, ErrorCode::kTimeout, rank, -1, Stage::kCombine, limit / 1'000'000,
+            is_first_call(table));
     return;
   }
 }

@@ -103,22 +103,17 @@ __device__ inline void fail_at(const DeviceTable& table, ErrorCode code, int32_t
                static_cast<int32_t>(stage), *table.plan.generation, expected, found});
 }
 
-__device__ inline uint64_t wait_limit(const DeviceTable& table) {
-  return *table.plan.generation == 1 ? table.startup_timeout_ns : table.timeout_ns;
-}
-
 // Until CTAs of this device have raised the counter to `target`. One thread. False once the Domain
 // has failed. The limit only ends what would be a fault of this code, or of the device.
 __device__ inline bool wait_count(const MoeContext& context, const uint32_t* counter,
                                   uint32_t target) {
-  const uint64_t begin = global_ns();
+  const uint64_t begin = global_ns(), limit = 2 * wait_limit(context.table);
   for (;;) {
-    const uint32_t found = load_acquire_gpu(counter);
-    if (has_reached(found, target)) return true;
+    if (has_reached(load_acquire_gpu(counter), target)) return true;
     if (has_failed(context.table)) return false;
-    if (global_ns() - begin < 2 * wait_limit(context.table)) continue;
-    fail_at(context.table, ErrorCode::kTimeout, context.rank(), context.rank(), Stage::kCombine,
-            target, found);
+    if (global_ns() - begin < limit) continue;
+    fail_at(context.table, ErrorCode::kTimeout, context.rank(), -1, Stage::kCombine,
+            limit / 1'000'000, is_first_call(context.table));
     return false;
   }
 }

@@ -77,6 +77,7 @@ struct CallState {
   CallParams params;
   int32_t is_in_flight;  // from start to the end of fused_moe
   uint32_t ctas_done;    // of the copy kernel; every launch leaves it zero
+  uint32_t num_started;  // calls of this Domain: 0, 1, or 2 for more
 };
 
 // Moments of one call on one device, %globaltimer ns; 0 where it has not come to them.
@@ -98,7 +99,7 @@ struct DeviceTable {
   int32_t num_layers;
   uint64_t sizes;  // digest of the configuration; programs are compiled for one
   uint64_t timeout_ns;
-  uint64_t startup_timeout_ns;  // for the first generation
+  uint64_t startup_timeout_ns;  // for the first call
   CallState* call;
   int32_t* topk_ids;     // [V*max_tokens, top_k]: start's operand, which XLA may reuse
   PlanOutputs plan;      // of the call in flight
@@ -184,6 +185,14 @@ __device__ inline const DeviceTable* find_table(const Directory* directory, cons
   return fits ? table : nullptr;
 }
 
+// How long a wait may take. Generations wrap around, so that the first call is not told by its own.
+__device__ inline bool is_first_call(const DeviceTable& table) {
+  return load_relaxed(&table.call->num_started) <= 1;
+}
+__device__ inline uint64_t wait_limit(const DeviceTable& table) {
+  return is_first_call(table) ? table.startup_timeout_ns : table.timeout_ns;
+}
+
 __device__ inline bool has_failed(const DeviceTable& table) {
   return load_relaxed(&table.head()->words.aborted) != 0;
 }
@@ -263,7 +272,7 @@ __device__ inline bool wait(const DeviceTable& table, Stage stage, int32_t rank,
   const ProcessWords* words = &table.head()->words;
   const uint32_t* word = &words->arrivals[static_cast<int32_t>(stage)];
   const uint32_t complete = generation * static_cast<uint32_t>(table.shape.slots.num_ranks);
-  const uint64_t limit = generation == 1 ? table.startup_timeout_ns : table.timeout_ns;
+  const uint64_t limit = wait_limit(table);
   const uint64_t begin = global_ns();
   for (;;) {
     const uint32_t aborted = load_relaxed(&words->aborted);
@@ -272,7 +281,7 @@ __device__ inline bool wait(const DeviceTable& table, Stage stage, int32_t rank,
     if (global_ns() - begin < limit) continue;
     fail(table,
          {static_cast<int32_t>(ErrorCode::kTimeout), rank, missing_rank(table, stage, generation),
-          layer, static_cast<int32_t>(stage), generation, limit / 1'000'000, 0});
+          layer, static_cast<int32_t>(stage), generation, limit / 1'000'000, is_first_call(table)});
     return false;
   }
 }

@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kStartThreads) start_kernel(const StartLaunch 
         table->times_of(generation) = {generation, params.layer, global_ns(), 0, 0, 0, 0, 0, 0};
       }
       table->call->params = params;
+      if (table->call->num_started < 2) ++table->call->num_started;
       table->call->is_in_flight = !launch.is_plan_only;
     }
   }

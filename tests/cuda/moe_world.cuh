@@ -201,6 +201,21 @@ class MoeWorld {
     return words;
   }
 
+  // As if all generations before this one had run.
+  void begin_at(uint32_t first) {
+    generation = first - 1;
+    for (size_t d = 0; d < devices.size(); ++d) {
+      CHECK_CUDA(cudaSetDevice(devices[d]->gpu));
+      DeviceHead words{};
+      for (uint32_t& word : words.words.arrivals) word = generation * shape.slots.num_ranks;
+      words.generation = generation;
+      set(head(d), &words, 1);
+      RankWords of_rank{};
+      for (uint32_t& word : of_rank.arrived) word = generation;
+      for (int32_t v = 0; v < num_local; ++v) set(block(d * num_local + v).words(), &of_rank, 1);
+    }
+  }
+
   // Everything up to the launch of fused_moe, on all devices.
   void prepare(const MoeRun& run) {
     const auto began = std::chrono::steady_clock::now();

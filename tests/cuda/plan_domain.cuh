@@ -124,6 +124,24 @@ struct TestDomain {
   int32_t num_local;
   std::vector<std::unique_ptr<TestDevice>> devices;
 
+  // As if all generations before this one had run.
+  void begin_at(uint32_t generation) {
+    const uint32_t before = generation - 1;
+    for (const auto& device : devices) {
+      CHECK_CUDA(cudaSetDevice(device->gpu));
+      DeviceHead head{};
+      for (uint32_t& word : head.words.arrivals) word = before * shape.slots.num_ranks;
+      head.generation = before;
+      CHECK_CUDA(cudaMemcpy(device->head.data, &head, sizeof head, cudaMemcpyHostToDevice));
+      RankWords words{};
+      for (uint32_t& word : words.arrived) word = before;
+      for (int32_t v = 0; v < num_local; ++v) {
+        CHECK_CUDA(cudaMemcpy(device->blocks.data + v * layout.total, &words, sizeof words,
+                              cudaMemcpyHostToDevice));
+      }
+    }
+  }
+
   // Device d lives on GPU gpus[d].
   TestDomain(const TestSizes& s, const std::vector<int>& gpus) : sizes(s) {
     shape = make_shape(s.config.slots, s.top_k, 16, 16, s.max_tokens, 4, s.num_banks);

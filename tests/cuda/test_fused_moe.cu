@@ -404,6 +404,27 @@ void test_repeats(const std::string& name, const MoeProblem& p) {
   report(name, why);
 }
 
+// Calls while generations wrap around, and with them the counters of arrivals.
+void test_wrap() {
+  const std::string name = "wrap: five calls from generation 2^32 - 2 on";
+  if (!is_wanted(name)) return;
+  const MoeProblem p = make_problem({4, 8, 2}, 2, 128, 128, is_small ? 16 : 64, 2, 15);
+  MoeWorld world(p, 1, 1);
+  world.begin_at(0u - 2);
+  MoeRun run = sized(on(), p);
+  run.late_ready_ns = late_ns();  // a gate that opens early lets stale replicas through
+  std::vector<uint8_t> want, y;
+  std::string why = checked_call(world, run, &want);
+  for (int i = 0; i < 4 && why.empty(); ++i) {
+    why = checked_call(world, run, &y);
+    if (why.empty()) why = same_bits(p, y, want);
+  }
+  if (why.empty() && world.generation != 2) {
+    why = "the last generation is " + std::to_string(world.generation);
+  }
+  report(name, why);
+}
+
 // A captured launch serves other generations.
 void test_graph() {
   const std::string name = "graph: captured once, three calls";
@@ -583,6 +604,7 @@ int main(int argc, char** argv) {
   test_devices();
   test_waves();
   test_layers();
+  test_wrap();
   test_kernels();
   test_graph();
   test_model();
