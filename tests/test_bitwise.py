@@ -1,5 +1,6 @@
 """The bitwise contract: outputs do not depend on the plan, on where ranks run, nor on tiles."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -212,6 +213,30 @@ def test_thread_count_is_obeyed_and_changes_no_bit():
         started, digests[threads] = done.stdout.split()
         assert started == threads, f"ISER_NUM_THREADS={threads}, but {started} threads were started"
     assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", ["any", "with ties"])
+def test_outputs_are_summed_in_k_order_and_rounded_once(dtype, scales):
+    """To the bit, from each route's own output: `w0*y0 + w1*y1 + ...` in f32, then to nearest even.
+
+    Scales of two bits often put a sum of bf16 values right between two of them.
+    """
+    problem = make_problem("W1", num_experts=32, top_k=4, dtype=dtype)
+    rng = np.random.default_rng(3)
+    shape = problem.topk_weights.shape
+    some = rng.standard_normal(shape) if scales == "any" else rng.choice([0.75, 1.5, -3.0], shape)
+    problem.topk_weights[:] = some.astype(np.float32)
+    expected = np.zeros(problem.x.shape, np.float32)
+    with make_domain(problem, ranks_per_device=2) as domain:
+        for k in range(4):
+            ids = np.where(np.arange(4) == k, problem.topk_ids, -1).astype(np.int32)
+            ones = np.ones_like(problem.topk_weights)
+            alone = dataclasses.replace(problem, topk_ids=ids, topk_weights=ones)
+            y = run_layer(alone, domain=domain)[0].astype(np.float32)
+            expected += problem.topk_weights[:, k : k + 1] * y
+        y, _ = run_layer(problem, domain=domain)
+    assert_same_bits(y, expected.astype(problem.x.dtype))
 
 
 def test_poison_reaches_the_buffers():

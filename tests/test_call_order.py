@@ -4,6 +4,7 @@ Read in the program's operands, before and after optimisation, on CPUs and lower
 nobody has to have; and seen in a shared expert that ends only once the copies have landed.
 """
 
+import threading
 import time
 
 import jax
@@ -251,3 +252,31 @@ def test_copies_land_while_the_shared_expert_runs(ranks_per_device):
         assert t.started <= begin, "the shared expert began before start was called"
         assert end <= t.fused_called, "fused_moe was called before the shared expert had ended"
         assert t.started <= t.planned <= t.copy_begin <= t.copy_end <= t.ready_seen <= t.finished
+
+
+def test_home_tiles_run_before_ready_and_helper_tiles_after_it():
+    """Seen in the rows computed so far, while one rank's copies are late."""
+    problem, stall_s = make_problem("W2", num_experts=32, top_k=4), 1.5
+    expected, plan = run_layer(problem)
+    slots = plan.route_slot % 8  # 4 home experts, 4 helper slots
+    num_home, num_helper = int((slots < 4).sum()), int((slots >= 4).sum())
+    assert min(num_home, num_helper) > 100
+    with make_domain(problem) as domain:
+        domain.stall(2, "READY", stall_s)
+        results, begun = [], time.monotonic()
+
+        def run():
+            results.append(run_layer(problem, domain=domain)[0])
+
+        call = threading.Thread(target=run)
+        call.start()
+        most = 0
+        while True:
+            rows = int(domain.busy()[1].sum())
+            if time.monotonic() > begun + stall_s:
+                break  # the rank may have come meanwhile
+            most = max(most, rows)
+        call.join(timeout=60)
+        assert int(domain.busy()[1].sum()) == num_home + num_helper
+    assert most == num_home, f"{most} rows before READY, expected the {num_home} of home experts"
+    assert_same_bits(results[0], expected)

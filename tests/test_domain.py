@@ -69,6 +69,15 @@ def test_banks(bank, num_layers, banks):
     assert sections["helper banks"] == banks * 4 * config.bundle_bytes
 
 
+def test_the_first_call_of_several_processes_may_take_longer():
+    """They may have to compile first, each in its own time."""
+    sizes = {"num_ranks": 8, **SIZES, "timeout_s": 7.0}
+    config = DomainConfig(**sizes)
+    assert (config.startup_limit_s(False), config.startup_limit_s(True)) == (7.0, 600.0)
+    config = DomainConfig(**sizes, startup_timeout_s=30.0)
+    assert (config.startup_limit_s(False), config.startup_limit_s(True)) == (30.0, 30.0)
+
+
 def test_handle_is_one_sharded_array_and_static_sizes():
     with make_domain(PROBLEM, ranks_per_device=2) as domain:
         leaves, _ = jax.tree.flatten(domain.handle)
