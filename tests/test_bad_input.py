@@ -288,6 +288,11 @@ BAD_OPERANDS = {
         ValueError,
         "30",
     ),
+    "fewer ids than tokens": (
+        {"topk_ids": PROBLEM.topk_ids[: 8 * 20]},
+        ValueError,
+        "x has 24 tokens, topk_ids has 20",
+    ),
     "more tokens than the Domain takes": (
         {
             "x": widened(PROBLEM.x, 0),
@@ -327,6 +332,19 @@ def test_operands(domain, name):
         jax.eval_shape(
             functools.partial(apply_layer, domain.mesh), *replaced(**change), domain.handle
         )
+
+
+def test_rows_that_the_ranks_of_a_device_do_not_share_evenly():
+    with make_domain(PROBLEM, ranks_per_device=4) as domain:
+        operands = [a[: 2 * 47] for a in PROBLEM.operands[:3]]
+        words = "x has 47 rows on a device, not divisible by ranks_per_device=4; pad them to 48"
+        with pytest.raises(ValueError, match=words):
+            jax.eval_shape(
+                functools.partial(apply_layer, domain.mesh),
+                *operands,
+                PROBLEM.weights,
+                domain.handle,
+            )
 
 
 def test_stacks_of_different_depth(domain):
