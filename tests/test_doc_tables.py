@@ -39,7 +39,7 @@ ALLOWED = {
     },
     "docs/architecture.md": {"within 100 ms": "a limit of the protocol"},
     "docs/fused_moe.md": {
-        "off by about 6 % in the norm": "said there to be not kept",
+        "was off by about 6 % in the norm": "said there to be not kept",
         "to 2 % of all of y and 8 % of a row": "the tests' bounds",
         "more than 2 % of the products": "a threshold of the kernel",
         "after its limit (5 s there)": "a limit of the tests",
