@@ -124,7 +124,10 @@ class DomainConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type.startswith("int") and value is not None:
-                object.__setattr__(self, field.name, check_integer(field.name, value))
+                value = check_integer(field.name, value)
+                if not -(2**31) <= value < 2**31:
+                    raise ValueError(f"{field.name}={value} is no 32-bit integer; lower it")
+                object.__setattr__(self, field.name, value)
             elif field.type == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{field.name}={value!r} is not True or False")
             elif field.type.startswith("float") and isinstance(value, (str, bool)):

@@ -20,6 +20,7 @@ from .lm import MoELM
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 # Norms, the router and its bias stay f32; rounding a router moves tokens between experts.
 _F32_NAMES = ("scale", "router", "routed_bias")
+_FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 
 
 def _variables(model: nnx.Module) -> dict[str, nnx.Variable]:
@@ -83,8 +84,18 @@ def _load_weights(model, path):
                 raise ValueError(
                     f"{path}: tensor {name} has shape {shape}, expected {wanted} from {CONFIG_FILE}"
                 )
+            _check_type(path, name, stored.get_dtype(), isinstance(variable, Fp8Plane))
             value = tensors.get_tensor(name)
             variable.set_value(_place(fp8.quantize_plane(value) if quantises else value, abstract))
+
+
+def _check_type(path, name, found, is_plane):
+    """Refuses a tensor that holds neither floats nor, in place of a plane, the bytes of FP8."""
+    if found not in _FLOATS and not (is_plane and found == "U8"):
+        expected = f"one of {', '.join(_FLOATS)}" + (
+            ", or U8: the bytes of FP8" if is_plane else ""
+        )
+        raise ValueError(f"{path}: tensor {name} is {found}, expected {expected}")
 
 
 def _plane_shape(config, name):
@@ -113,8 +124,8 @@ def from_pretrained(
 
     Raises:
       FileNotFoundError: the directory lacks one of the two files.
-      ValueError: a tensor is missing, unknown or of the wrong shape: names file, tensor, the
-        shape found and the one expected. Sizes that FP8 weights do not take.
+      ValueError: a tensor is missing, unknown or of the wrong shape or type: names file, tensor,
+        what was found and what was expected. Sizes that FP8 weights do not take.
     """
     directory = Path(directory)
     for name in (CONFIG_FILE, WEIGHTS_FILE):

@@ -294,6 +294,7 @@ def test_bits_leave_separators_out():
         (["--ep", "3"], ["num_experts=16", "3 ranks"]),
         (["--ep", "8", "--ranks-per-device", "3"], ["--ep 8", "--ranks-per-device 3"]),
         (["--ep", "0"], ["0 is below 1"]),
+        (["--sequence-length", "32"], ["--tokens-per-rank 16", "--sequence-length 32"]),
         (["--slots", "17"], ["17 is above 16"]),
         (["--tokens-per-rank", "4096"], ["601 bytes", "32769"]),
         (["--text", "/nowhere/x"], ["/nowhere/x"]),

@@ -295,6 +295,16 @@ def test_hugging_face_tensors_that_do_not_fit():
 # The checkpoint
 
 
+@pytest.mark.parametrize("name", ["layers.0.moe.gate", "layers.1.moe.router"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.bool_])
+def test_weights_that_are_no_floats_are_refused(tmp_path, name, dtype):
+    path = models.save(tiny_model(), tmp_path)
+    stored = load_file(path)
+    save_file(stored | {name: stored[name].astype(dtype)}, path)
+    with pytest.raises(ValueError, match=rf"tensor {name} is \w+, expected one of F64, F32"):
+        models.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
 def test_save_and_load(tmp_path, options):
     model = tiny_model()

@@ -50,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length",
         metavar="N",
         type=number(int, 1),
-        default=512,
-        help="bytes of a sequence, at most those of a rank, which reads several (default 512)",
+        help="bytes of a sequence; a rank reads several (default 512, or those of a rank if fewer)",
     )
     add(
         "--ranks-per-device",
@@ -124,7 +123,8 @@ def check(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--ep {args.ep} is not divisible by --ranks-per-device {args.ranks_per_device}"
         )
-    args.sequence_length = min(args.sequence_length, args.tokens_per_rank)
+    if args.sequence_length is None:
+        args.sequence_length = min(512, args.tokens_per_rank)
     if args.tokens_per_rank % args.sequence_length:
         raise UsageError(
             f"--tokens-per-rank {args.tokens_per_rank} is not divisible by "

@@ -291,11 +291,14 @@ def _plot(args, traces, rows, console):
     from jax_iser.replay.engine import total_routes
 
     ep = rows[0].figures["ep"]
+    replayed = {row.figures["trace"] for row in rows if row.figures["ep"] == ep}
     totals = {
         trace.name: total_routes(trace, ep, args.tokens_per_rank, args.iterations)
-        for trace in traces[:4]
-        if trace.num_experts % ep == 0
+        for trace in [trace for trace in traces if trace.name in replayed][:4]
     }
+    left = [trace.name for trace in traces if trace.name not in totals]
+    if left:
+        console.print(f"note: popularity is drawn without {', '.join(left)}", style="dim")
     made = [
         figures.imbalance_figure(rows, args.plot),
         figures.popularity_figure(totals, args.plot),

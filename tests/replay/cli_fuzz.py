@@ -165,6 +165,7 @@ def make_argv(seed: int, folder: Path) -> list[str]:
         small = made if ":" in trace else []
         needs = ["--num-experts", str(EXPERTS)] if draw.random() < 0.9 and not small else []
         needs += ["--ep", "2,4"] if draw.random() < 0.8 else []
+        end += ["--plot", str(folder / "figures")] if draw.random() < 0.03 else []
         return [command, trace, *needs, *small, *options(draw, table), *end]
     if command == "plan":
         table = CUTS | {"--layer": ["0", "1"], "--iteration": ["0", "1"], "--slots": ["2"]}

@@ -81,6 +81,18 @@ def test_replay_plots(capsys, tmp_path):
     assert names == {f"{name}.png" for name in wanted}
 
 
+def test_plots_leave_out_what_was_not_replayed(capsys, tmp_path):
+    np.save(tmp_path / "few.npy", np.ones((3, 2, 2), np.int16))
+    traces = [str(tmp_path / "few.npy"), *(f"workload:W{i}" for i in range(1, 6))]
+    code, _, err = run(
+        capsys, "replay", *traces, *SMALL, "--ep", "4", "--iterations", "1",
+        "--num-experts", "8", "--plot", str(tmp_path / "figures"),
+    )  # fmt: skip
+    assert code == 0, err
+    assert "popularity is drawn without few, workload:W5" in " ".join(err.split())
+    assert (tmp_path / "figures" / "expert_popularity.png").exists()
+
+
 def test_synth_then_replay(capsys, tmp_path):
     out_file = str(tmp_path / "w3.npz")
     made = ["workload:W3", *SMALL, "--ep", "4"]

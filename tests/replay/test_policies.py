@@ -267,6 +267,22 @@ def test_static_past_replans_from_the_iterations_before(interval, window, blocks
     assert len(placements) >= 1 + 11 // interval  # so that a plan that stays is seen
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "haloq:min_group_size=4:min_routes=0:gain_threshold=0:copy_rule=owner_direct:resident=0",
+        ),
+        *("haloq-owner:min_group_size=4:owner_only=1", "all-rank:choose=layer", "lplb:sweeps=8"),
+        *("p2p:copies_per_owner=0", "p2p-capped:copies_per_owner=4"),
+        *("eplb-past:interval=10:window=0", "eplb-whole:slots=4", "none:slots=4"),
+    ],
+)
+def test_defaults_of_the_settings(text):
+    """What docs and `--help` call the default is what a policy without settings does."""
+    assert parse_policy(text.split(":")[0])() == parse_policy(text)()
+
+
 def test_a_policy_from_a_users_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(

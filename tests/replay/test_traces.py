@@ -100,6 +100,13 @@ def test_uneven_requests_are_replayed_as_far_as_they_go(lengths, chunk, used, wo
     assert ("not replayed" in " ".join(cut.notes)) == (used < 256)
 
 
+def test_repeats_are_told_once_per_token():
+    ids = np.array([[[0, 1], [2, 3]], [[1, 1], [4, 4]], [[5, 6], [-1, -1]], [[7, 7], [0, 1]]])
+    notes = " ".join(token_trace(ids).cut(1, 4).notes)
+    assert "2 of the first 4 tokens name an expert twice" in notes
+    assert "twice" not in " ".join(token_trace(ids[::2]).cut(1, 2).notes)
+
+
 @pytest.mark.parametrize(
     ("tokens", "used", "words"),
     [
