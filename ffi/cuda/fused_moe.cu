@@ -11,17 +11,19 @@ namespace {
 constexpr int32_t kWordBytes = 16;
 constexpr int32_t kMaxSms = 1024;
 
-int32_t step_columns(const DomainShape& shape) {
-  return shape.is_fp8() ? Fp8Tiles::kStepColumns : Bf16Tiles::kStepColumns;
-}
-
 int32_t full_tile(const DomainShape& shape) {
   return shape.is_fp8() ? Fp8Tiles::kRows : Bf16Tiles::kRows;
 }
 
+// What hidden and intermediate must be multiples of: TMA takes rows of whole 16-byte words, and
+// each warpgroup stores 64 columns of h in FP8 or none.
+int32_t tensor_granule(const DomainShape& shape) {
+  return shape.is_fp8() ? Fp8Tiles::kInner / 2 : kWordBytes / 2;
+}
+
 bool fits_tensor(const DomainShape& shape, DType dtype) {
-  return dtype == DType::kBF16 && shape.hidden % step_columns(shape) == 0 &&
-         shape.intermediate % step_columns(shape) == 0;
+  const int32_t granule = tensor_granule(shape);
+  return dtype == DType::kBF16 && shape.hidden % granule == 0 && shape.intermediate % granule == 0;
 }
 
 int32_t device_sms() {
@@ -124,10 +126,7 @@ bool make_maps(const MoeCall& call, MoeMaps* maps) {
   const uint64_t held = static_cast<uint64_t>(call.sizes.ranks_per_device) * call.sizes.wave_rows;
   const uint64_t layers = at_least(launch.num_stacked, 1);
   const uint64_t experts = layers * call.sizes.ranks_per_device * slots.num_home();
-  // The tensor engine's sizes leave no gaps between the planes of weights.
-  const uint64_t planes =
-      uint64_t{kNumWeightPlanes} * launch.shape.num_banks * slots.num_helper_slots;
-  const uint64_t plane_bytes = call.block.bundle.planes[kGatePlane].bytes;
+  const uint64_t bundles = uint64_t(launch.shape.num_banks) * slots.num_helper_slots;
   const bool is_fp8 = call.sizes.is_fp8();
   const int32_t bytes = is_fp8 ? 1 : 2;
   const uint32_t inner_box = is_fp8 ? Fp8Tiles::kInnerBox : Bf16Tiles::kInnerBox;
@@ -136,33 +135,38 @@ bool make_maps(const MoeCall& call, MoeMaps* maps) {
   const auto rows_of = [&](CUtensorMap& map, uint8_t* base, uint64_t columns, uint64_t stride) {
     return encode_map(encode, {base, 0, held, columns, 0, stride, kMmaRows, bytes}, &map);
   };
-  const auto inner_of = [&](CUtensorMap& map, const void* base, uint64_t count) {
-    return encode_map(
-        encode, {base, count, inner, hidden, plane_bytes, hidden * bytes, inner_box, bytes}, &map);
-  };
-  const auto hidden_of = [&](CUtensorMap& map, const void* base, uint64_t count) {
-    return encode_map(
-        encode, {base, count, hidden, inner, plane_bytes, inner * bytes, hidden_box, bytes}, &map);
+  // A plane of the bundle: of `count` experts, each `stride` bytes behind the one before.
+  const auto plane_of = [&](CUtensorMap& map, int which, const void* base, uint64_t count,
+                            uint64_t stride) {
+    const PlaneLayout& plane = call.block.bundle.planes[which];
+    const uint64_t rows = plane.rows, columns = plane.columns;
+    const uint32_t box = which == kDownPlane ? hidden_box : inner_box;
+    return encode_map(encode, {base, count, rows, columns, stride, columns * bytes, box, bytes},
+                      &map);
   };
   bool ok = rows_of(maps->rows, workspace.rows(), hidden, call.sizes.token_bytes()) &&
-            rows_of(maps->inner, workspace.inner(), inner, call.sizes.inner_bytes()) &&
-            inner_of(maps->gate, launch.weights[kGatePlane], experts) &&
-            inner_of(maps->up, launch.weights[kUpPlane], experts) &&
-            hidden_of(maps->down, launch.weights[kDownPlane], experts);
-  if (is_fp8) {
-    const uint64_t scales = call.sizes.held_scales();
+            rows_of(maps->inner, workspace.inner(), inner, call.sizes.inner_bytes());
+  for (int which = 0; which < kNumWeightPlanes; ++which) {
+    ok = ok && plane_of(maps->weights[which], which, launch.weights[which], experts,
+                        call.block.bundle.planes[which].bytes);
+    // Any address will do: the device puts in the bank's.
+    maps->bank[which] = maps->weights[which];
+    if (bundles == 0) continue;
     ok = ok &&
+         plane_of(maps->bank[which], which, launch.workspace, bundles, call.block.bundle.bytes);
+  }
+  if (!is_fp8) return ok;
+  const uint64_t scales = call.sizes.held_scales();
+  return ok &&
          encode_scales(encode, workspace.row_scales(0), fp8::num_blocks(hidden), scales,
                        Fp8Tiles::kScaleBox, &maps->row_scales) &&
          encode_scales(encode, workspace.inner_scales(0), fp8::num_blocks(inner), scales,
                        Fp8Tiles::kScaleBox, &maps->inner_scales);
-  }
-  // Any address will do: the device puts in the bank's.
-  maps->bank[kBankInner] = maps->gate;
-  maps->bank[kBankHidden] = maps->down;
-  if (planes == 0) return ok;
-  return ok && inner_of(maps->bank[kBankInner], launch.workspace, planes) &&
-         hidden_of(maps->bank[kBankHidden], launch.workspace, planes);
+}
+
+// Whether the kernels of SiLU without biases take the layer.
+bool is_plain_silu(const DomainShape& shape) {
+  return shape.activation.kind == ActivationKind::kSilu && !shape.has_biases;
 }
 
 template <class Tiles>
@@ -187,12 +191,19 @@ cudaError_t launch_tensor(const MoeCall& call, const MoeMaps& maps, dim3 grid,
   return cudaLaunchKernelEx(&config, tensor_kernel<Tiles, 2>, call, maps);
 }
 
+template <class Shape>
+cudaError_t launch_tiles(const MoeCall& call, const MoeMaps& maps, dim3 grid, cudaStream_t stream) {
+  return is_plain_silu(call.launch.shape)
+             ? launch_tensor<TilesWith<Shape, Epilogue::kSilu>>(call, maps, grid, stream)
+             : launch_tensor<TilesWith<Shape, Epilogue::kAny>>(call, maps, grid, stream);
+}
+
 cudaError_t launch_experts(const MoeCall& call, const MoeMaps& maps, cudaStream_t stream) {
   const dim3 grid(call.sizes.ranks_per_device, call.max_ctas_per_rank);
   if (fused_engine(call.launch.shape, call.launch.dtype, call.launch.options) ==
       MoeEngine::kTensor) {
-    return call.sizes.is_fp8() ? launch_tensor<Fp8Tiles>(call, maps, grid, stream)
-                               : launch_tensor<Bf16Tiles>(call, maps, grid, stream);
+    return call.sizes.is_fp8() ? launch_tiles<Fp8Tiles>(call, maps, grid, stream)
+                               : launch_tiles<Bf16Tiles>(call, maps, grid, stream);
   }
   if (call.launch.dtype == DType::kBF16) {
     plain_kernel<__nv_bfloat16><<<grid, kPlainThreads, 0, stream>>>(call);
@@ -202,6 +213,14 @@ cudaError_t launch_experts(const MoeCall& call, const MoeMaps& maps, cudaStream_
   return cudaGetLastError();
 }
 
+const char* activation_error(const Activation& activation) {
+  const int32_t kind = static_cast<int32_t>(activation.kind);
+  if (kind < 0 || kind >= kNumActivationKinds) return "the activation is of no known kind";
+  const bool is_clamped = activation.kind == ActivationKind::kClampedSwiglu;
+  if (is_clamped && !(activation.limit > 0)) return "clamped SwiGLU takes a limit above 0";
+  return nullptr;
+}
+
 template <typename Kernel>
 cudaError_t load_kernel(Kernel kernel, size_t shared_bytes) {
   cudaFuncAttributes attributes;
@@ -209,6 +228,13 @@ cudaError_t load_kernel(Kernel kernel, size_t shared_bytes) {
   if (error != cudaSuccess || shared_bytes == 0) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(shared_bytes));
+}
+
+template <class Tiles>
+cudaError_t load_tensor() {
+  const cudaError_t error = load_kernel(tensor_kernel<Tiles, 1>, kTensorSharedBytes<Tiles>);
+  if (error != cudaSuccess) return error;
+  return load_kernel(tensor_kernel<Tiles, 2>, kTensorSharedBytes<Tiles>);
 }
 
 }  // namespace
@@ -224,20 +250,22 @@ const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DTyp
   if (shape.is_fp8() && (options.engine == MoeEngine::kPlain || !fits_tensor(shape, dtype))) {
     return dtype == DType::kBF16
                ? "FP8 weights take engine=tensor and hidden and intermediate that are multiples of "
-                 "128: pad them, or take weights of x's dtype"
+                 "64: pad them, or take weights of x's dtype"
                : "FP8 weights take engine=tensor, bf16: make x and the Domain dtype=bfloat16";
   }
   if (shape.element_bytes != bytes) return "the Domain's elements are not of this dtype";
+  if (!shape.is_fp8() && element_bits_of(shape.weight_format) != 8 * bytes) {
+    return "the Domain's weight_format is neither x's dtype nor float8_block128";
+  }
   if (shape.hidden < 1 || shape.intermediate < 1 || shape.top_k < 1) {
     return "hidden, intermediate and top_k must be at least 1";
   }
-  if (shape.hidden * int64_t{bytes} % kWordBytes != 0 ||
-      shape.intermediate * int64_t{bytes} % kWordBytes != 0) {
-    return "rows of x and of h must be whole 16-byte words: pad hidden and intermediate to "
-           "multiples of 8 (bf16) or 4 (f32)";
+  if (const char* why = activation_error(shape.activation)) return why;
+  if (shape.hidden * int64_t{bytes} % kWordBytes != 0) {
+    return "rows of x must be whole 16-byte words: pad hidden to multiples of 8 (bf16) or 4 (f32)";
   }
   if (options.engine == MoeEngine::kTensor && !fits_tensor(shape, dtype)) {
-    return "engine=tensor takes bf16 with hidden and intermediate multiples of 64; take "
+    return "engine=tensor takes bf16 with hidden and intermediate multiples of 8; take "
            "engine=plain or pad them";
   }
   if (options.tile_rows != 0 && options.tile_rows != 64 && options.tile_rows != 128 &&
@@ -257,11 +285,14 @@ const char* fused_error(const DomainShape& shape, int32_t ranks_per_device, DTyp
   if (shape.slots.stride() > kMaxLocalSlots) {
     return "a rank has at most 2,048 home and helper slots: use more ranks";
   }
-  if (shape.slots.num_ranks * static_cast<int64_t>(shape.max_routes()) *
-              (ceil_div(shape.hidden, kUnitColumns)) >=
-          int64_t{1} << 40 ||
-      shape.slots.num_ranks * static_cast<int64_t>(shape.max_routes()) > INT32_MAX / 2) {
-    return "a rank may be sent more than 2^30 routes: use fewer tokens a rank";
+  const int64_t routes = static_cast<int64_t>(shape.max_routes());
+  if (shape.slots.num_ranks * routes > INT32_MAX / 2) {
+    return "a rank may be sent more than 2^30 routes: use fewer tokens per rank";
+  }
+  // RankWords::routes_done counts them and is compared for equality.
+  if (routes * ceil_div(shape.hidden, kUnitColumns) > int64_t{UINT32_MAX}) {
+    return "a rank's max_tokens * top_k routes, times its hidden columns in 64s, reach 2^32: use "
+           "fewer tokens per rank";
   }
   return nullptr;
 }
@@ -272,10 +303,10 @@ cudaError_t prepare_fused() {
   const cudaError_t errors[] = {
       load_kernel(begin_kernel, 0),
       load_kernel(schedule_kernel, kMaxSharedSegments),
-      load_kernel(tensor_kernel<Bf16Tiles, 1>, kTensorSharedBytes<Bf16Tiles>),
-      load_kernel(tensor_kernel<Bf16Tiles, 2>, kTensorSharedBytes<Bf16Tiles>),
-      load_kernel(tensor_kernel<Fp8Tiles, 1>, kTensorSharedBytes<Fp8Tiles>),
-      load_kernel(tensor_kernel<Fp8Tiles, 2>, kTensorSharedBytes<Fp8Tiles>),
+      load_tensor<TilesWith<Bf16Tiles, Epilogue::kSilu>>(),
+      load_tensor<TilesWith<Bf16Tiles, Epilogue::kAny>>(),
+      load_tensor<TilesWith<Fp8Tiles, Epilogue::kSilu>>(),
+      load_tensor<TilesWith<Fp8Tiles, Epilogue::kAny>>(),
       load_kernel(plain_kernel<float>, 0),
       load_kernel(plain_kernel<__nv_bfloat16>, 0),
       load_kernel(gate_kernel, 0),

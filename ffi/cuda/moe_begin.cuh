@@ -158,11 +158,11 @@ __device__ inline void make_bank_maps(const MoeContext& context, const MoeMaps& 
   __shared__ alignas(128) uint8_t map[kMapBytes];
   const uint8_t* banks = context.block(context.rank()).section<uint8_t>(Section::kBanks);
   const int32_t lane = threadIdx.x % 32;
-  for (int32_t which = 0; which < 2; ++which) {
+  for (int32_t which = 0; which < kNumWeightPlanes; ++which) {
     reinterpret_cast<uint32_t*>(map)[lane] =
         reinterpret_cast<const uint32_t*>(&maps.bank[which])[lane];
     __syncwarp();
-    if (lane == 0) replace_map_address(map, banks);
+    if (lane == 0) replace_map_address(map, banks + context.call.block.bundle.planes[which].offset);
     __syncwarp();
     release_map(context.call.workspace().map(context.local_idx, which), map);
     __syncwarp();

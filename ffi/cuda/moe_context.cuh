@@ -70,23 +70,23 @@ struct MoeContext {
   __device__ RankCounters counters() const { return call.workspace().counters(local_idx); }
   __device__ RankTables tables() const { return call.workspace().tables(local_idx); }
   __device__ BlockView block(int32_t rank) const { return {table.blocks[rank], &call.block}; }
-  // Of the slot among the weights' experts, or among the planes of the device's helper banks.
+  // Of the slot among the weights' experts, or among the bundles of its rank's helper banks.
   __device__ int32_t expert(int32_t slot) const {
     const int32_t experts = call.sizes.ranks_per_device * call.sizes.slots.num_home();
     const int32_t first = call.launch.num_stacked > 0 ? layer() * experts : 0;
     return first + local_idx * call.sizes.slots.num_home() + slot;
   }
   __device__ int32_t bank() const { return layer() % call.launch.shape.num_banks; }
-  __device__ int32_t helper_plane(int32_t slot) const {
+  __device__ int32_t helper_bundle(int32_t slot) const {
     const SlotSpace& slots = call.sizes.slots;
-    return kNumWeightPlanes * (bank() * slots.num_helper_slots + slot - slots.num_home());
+    return bank() * slots.num_helper_slots + slot - slots.num_home();
   }
   // A slot's plane of its bundle, at home or in the helper bank.
   __device__ const uint8_t* plane(int32_t slot, int32_t which) const {
     const PlaneLayout& layout = call.block.bundle.planes[which];
     if (call.is_helper(slot)) {
-      const int32_t helper_idx = slot - call.sizes.slots.num_home();
-      return block(rank()).helper(call.launch.shape, bank(), helper_idx) + layout.offset;
+      return block(rank()).section<uint8_t>(Section::kBanks) +
+             helper_bundle(slot) * call.block.bundle.bytes + layout.offset;
     }
     return static_cast<const uint8_t*>(call.launch.weights[which]) + expert(slot) * layout.bytes;
   }

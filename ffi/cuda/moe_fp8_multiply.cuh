@@ -14,10 +14,10 @@
 namespace iser::cuda {
 
 // A warp of the two warpgroups that multiply.
-template <int kCluster>
-class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
+template <class Tiles, int kCluster>
+class Fp8Multiplier : TileConsumer<Tiles, kCluster> {
  public:
-  using Base = TileConsumer<Fp8Tiles, kCluster>;
+  using Base = TileConsumer<Tiles, kCluster>;
   using Base::Base;
 
   __device__ void run() {
@@ -53,6 +53,11 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
     const float *first, *second;  // of the lower and of the upper half of the columns
   };
 
+  // The warpgroup's first column of h.
+  __device__ int32_t inner_column(const Tile& tile) const {
+    return tile.column * Fp8Tiles::kInner + group_ * (Fp8Tiles::kInner / 2);
+  }
+
   // First row of the warp's share of block i, within the tile.
   __device__ int32_t first_row(int32_t i) const { return i * kMmaRows + warp_ * kWarpRows; }
 
@@ -64,10 +69,8 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
 
   __device__ const float* scales_of(const Tile& tile, int32_t which, int32_t block,
                                     int32_t depth) const {
-    const DomainShape& shape = context_.call.launch.shape;
-    const uint8_t* const plane = context_.plane(tile.slot, which);
-    return reinterpret_cast<const float*>(plane +
-                                          fp8::plane_values(shape.hidden, shape.intermediate)) +
+    const size_t offset = context_.call.block.bundle.planes[which].scales_offset;
+    return reinterpret_cast<const float*>(context_.plane(tile.slot, which) + offset) +
            static_cast<size_t>(block) * fp8::num_blocks(depth);
   }
 
@@ -76,17 +79,18 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
     if (tile.gemm == Gemm::kInner) {
       // A cluster's second column may lie behind the last; what it computes is dropped.
       const int32_t block = at_most(tile.column, fp8::num_blocks(sizes.intermediate) - 1);
-      return {scales_of(tile, 0, block, sizes.hidden), scales_of(tile, 1, block, sizes.hidden)};
+      return {scales_of(tile, kGatePlane, block, sizes.hidden),
+              scales_of(tile, kUpPlane, block, sizes.hidden)};
     }
     const int32_t block = at_most(2 * tile.column + group_, fp8::num_blocks(sizes.hidden) - 1);
-    const float* const scales = scales_of(tile, 2, block, sizes.intermediate);
+    const float* const scales = scales_of(tile, kDownPlane, block, sizes.intermediate);
     return {scales, scales};
   }
 
   __device__ void multiply_tile(const Tile& tile, float (&acc)[2][kFp8Acc]) {
     const MoeSizes& sizes = context_.call.sizes;
     const int32_t depth = tile.gemm == Gemm::kInner ? sizes.hidden : sizes.intermediate;
-    const int32_t num_steps = depth / Fp8Tiles::kStepColumns;
+    const int32_t num_steps = Tiles::num_steps(depth);
     const WeightScales scales = weight_scales(tile);
     const int32_t shift = context_.call.workspace().held_row(context_.local_idx, tile.row) % 4;
     const bool is_full = __shfl_sync(kAllLanes, tile.num_rows > kMmaRows, 0);
@@ -145,11 +149,15 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
   }
 
   // Of rows `lane / 4` and eight further on of the warp's share of block i; h replaces gate.
-  __device__ static float2 make_inner(float (&acc)[kFp8Acc]) {
+  template <class Act>
+  __device__ static float2 make_inner(float (&acc)[kFp8Acc], const float* biases, const Act& act) {
     float2 most{0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kFp8Acc / 2; ++j) {
-      acc[j] = Base::swiglu(acc[j], acc[j + kFp8Acc / 2]);
+      const float2 of_gate = Base::bias_of(biases, j / 4 * 8);
+      const float2 of_up = Base::bias_of(biases, Fp8Tiles::kInner + j / 4 * 8);
+      acc[j] = act(Base::with_bias(acc[j], j % 2 == 0 ? of_gate.x : of_gate.y),
+                   Base::with_bias(acc[j + kFp8Acc / 2], j % 2 == 0 ? of_up.x : of_up.y));
       float& of_row = j / 2 % 2 == 0 ? most.x : most.y;
       of_row = fmaxf(of_row, fabsf(acc[j]));
     }
@@ -161,6 +169,17 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
     return most;
   }
 
+  __device__ float2 make_inner(const Tile& tile, float (&acc)[kFp8Acc]) const {
+    float2 most{0.0f, 0.0f};
+    if constexpr (Tiles::kIsAny) {
+      // Where there are no columns there are no biases, and what they would make is no h.
+      if (inner_column(tile) >= context_.call.sizes.intermediate) return most;
+    }
+    const float* const biases = this->tile_biases(group_ * (Fp8Tiles::kInner / 2));
+    this->with_epilogue([&](const auto& act) { most = make_inner(acc, biases, act); });
+    return most;
+  }
+
   __device__ void store_inner(const Tile& tile, float (&acc)[2][kFp8Acc]) {
     const int32_t num_blocks = tile.num_rows > kMmaRows ? 2 : 1;
     const int32_t row = warp_ * kWarpRows + lane_ / 4;
@@ -169,7 +188,7 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i >= num_blocks) break;
-      const float2 most = make_inner(acc[i]);
+      const float2 most = make_inner(tile, acc[i]);
       if (lane_ % 4 == 0) {
         amax[group_][i * kMmaRows + row] = most.x;
         amax[group_][i * kMmaRows + row + 8] = most.y;
@@ -214,7 +233,7 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
     const MoeCall& call = context_.call;
     const MoeWorkspace workspace = call.workspace();
     const size_t row_bytes = call.sizes.intermediate;
-    const int32_t column = tile.column * Fp8Tiles::kInner + group_ * (Fp8Tiles::kInner / 2);
+    const int32_t column = inner_column(tile);
     uint8_t* to = workspace.inner() +
                   (workspace.held_row(context_.local_idx, tile.row) + first_row(i)) * row_bytes +
                   column;
@@ -238,14 +257,21 @@ class Fp8Multiplier : TileConsumer<Fp8Tiles, kCluster> {
     uint8_t* const staged = this->staged_row(lane, Fp8Tiles::kHiddenStride);
     const int32_t columns =
         context_.call.sizes.hidden - tile.column * Fp8Tiles::kHidden - group_ * kFp8Columns;
+    const float* const biases = this->tile_biases(group_ * kFp8Columns);
     constexpr int kStaged = kFp8Columns / 2, kWords = kStaged / 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int c = 0; c < kStaged / 16; ++c) {
         const float* const at = acc + half * (kFp8Acc / 2) + 8 * c;
-        store_matrices(staged + 32 * c, pack_bf16(at[0], at[1]), pack_bf16(at[2], at[3]),
-                       pack_bf16(at[4], at[5]), pack_bf16(at[6], at[7]));
+        uint32_t packed[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float2 bias = Base::bias_of(biases, half * kStaged + 16 * c + p / 2 * 8);
+          packed[p] =
+              pack_bf16(Base::with_bias(at[2 * p], bias.x), Base::with_bias(at[2 * p + 1], bias.y));
+        }
+        store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
       }
       __syncwarp();
       this->template store_targets<kWords, Fp8Tiles::kHiddenStride>(

@@ -15,17 +15,18 @@
 namespace iser::cuda {
 
 struct MoeMaps {
-  CUtensorMap rows, inner;     // [V * wave_rows, D or I], boxes of 64 rows
-  CUtensorMap gate, up, down;  // [experts of all layers, I or D, D or I]
-  CUtensorMap bank[2];         // helper banks of a rank as planes of [I, D] and of [D, I]
+  CUtensorMap rows, inner;  // [V * wave_rows, D or I], boxes of 64 rows
+  // Gate, up, down: [experts of all layers, I or D, D or I], and the same of a rank's helper banks,
+  // whose experts are as far apart as bundles are.
+  CUtensorMap weights[kNumWeightPlanes];
+  CUtensorMap bank[kNumWeightPlanes];
   // FP8 alone: [blocks of 128 columns, held rows], boxes of a tile's rows and four more.
   CUtensorMap row_scales, inner_scales;
 };
 
-enum BankMap : int32_t { kBankInner = 0, kBankHidden = 1 };
-
 // [planes, rows, columns] of elements whose type has so many bytes; boxes of box_rows rows and 128
-// swizzled bytes. Strides in bytes.
+// swizzled bytes, zero where they stick out of the rows and columns. Strides in bytes, of whole
+// 16-byte words.
 struct MapShape {
   const void* base;
   uint64_t planes, rows, columns;

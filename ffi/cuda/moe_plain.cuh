@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ffi/core/activation.h"
 #include "ffi/cuda/moe_context.cuh"
 #include "ffi/cuda/moe_pull.cuh"
 
@@ -74,6 +75,21 @@ class PlainMultiplier {
     shared_.tile = tile;
   }
 
+  // Adds the slot's biases of the tile's columns from `first` on, of which `columns` are there.
+  __device__ void add_biases(const Tile& tile, int32_t plane, int32_t first, int32_t columns,
+                             float (&acc)[4][4]) const {
+    if (!context_.call.launch.shape.has_biases) return;
+    const float* const biases =
+        reinterpret_cast<const float*>(context_.plane(tile.slot, plane)) + first + column_;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (column_ + c >= columns) continue;
+      const float bias = __ldcg(biases + c);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) acc[r][c] += bias;
+    }
+  }
+
   // The plane of a slot's weights, 0 to 2.
   __device__ const T* weights(int32_t slot, int32_t plane) const {
     return reinterpret_cast<const T*>(context_.plane(slot, plane));
@@ -124,19 +140,22 @@ class PlainMultiplier {
     const int64_t held = workspace.held_row(context_.local_idx, tile.row);
     const int32_t first = tile.column * kPlainTile, columns = sizes.intermediate - first;
     const size_t skipped = static_cast<size_t>(first) * sizes.hidden;
-    const T* const planes[2] = {weights(tile.slot, 0) + skipped, weights(tile.slot, 1) + skipped};
+    const T* const planes[2] = {weights(tile.slot, kGatePlane) + skipped,
+                                weights(tile.slot, kUpPlane) + skipped};
     float acc[2][4][4] = {};
     multiply<2>(reinterpret_cast<const T*>(workspace.rows()) + held * sizes.hidden, tile.num_rows,
                 planes, columns, sizes.hidden, acc);
+    add_biases(tile, kGateBiasPlane, first, columns, acc[0]);
+    add_biases(tile, kUpBiasPlane, first, columns, acc[1]);
     T* to = reinterpret_cast<T*>(workspace.inner()) + held * sizes.intermediate + first;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (row_ + r >= tile.num_rows || column_ + c >= columns) continue;
-        const float gate = acc[0][r][c], up = acc[1][r][c];
-        to[static_cast<int64_t>(row_ + r) * sizes.intermediate + column_ + c] =
-            from_float<T>(gate / (1.0f + expf(-gate)) * up);
+        const float h =
+            apply_activation(context_.call.launch.shape.activation, acc[0][r][c], acc[1][r][c]);
+        to[static_cast<int64_t>(row_ + r) * sizes.intermediate + column_ + c] = from_float<T>(h);
       }
     }
   }
@@ -146,11 +165,12 @@ class PlainMultiplier {
     const MoeWorkspace workspace = context_.call.workspace();
     const int64_t held = workspace.held_row(context_.local_idx, tile.row);
     const int32_t first = tile.column * kPlainTile, columns = sizes.hidden - first;
-    const T* const planes[1] = {weights(tile.slot, 2) +
+    const T* const planes[1] = {weights(tile.slot, kDownPlane) +
                                 static_cast<size_t>(first) * sizes.intermediate};
     float acc[1][4][4] = {};
     multiply<1>(reinterpret_cast<const T*>(workspace.inner()) + held * sizes.intermediate,
                 tile.num_rows, planes, columns, sizes.intermediate, acc);
+    add_biases(tile, kDownBiasPlane, first, columns, acc[0]);
     const int2* sources = reinterpret_cast<const int2*>(context_.tables().sources);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {

@@ -325,7 +325,7 @@ struct RankTables {
   RowSource* sources;    // [wave_rows]
 };
 
-constexpr size_t kMapBytes = 128, kMapsPerRank = 2;
+constexpr size_t kMapBytes = 128, kMapsPerRank = kNumWeightPlanes;
 constexpr size_t kCounterLine = 128;  // what different CTAs fight for lies this far apart
 
 ISER_HD inline MoeLayout::MoeLayout(const MoeSizes& sizes) : limits(sizes) {

@@ -62,6 +62,14 @@ __device__ inline void help_to_pull(const MoeContext& context, int32_t num_ctas)
   if (context.has_one_wave()) pull_rows<kIsFp8>(context, first_rows(context, num_ctas));
 }
 
+// For calls that have none. All threads, before a barrier.
+template <class Tiles>
+__device__ inline void clear_biases(TensorShared<Tiles>& shared) {
+  for (int i = threadIdx.x; i < kNumTiles * Tiles::kBiases; i += kTensorThreads) {
+    shared.biases[i / Tiles::kBiases][i % Tiles::kBiases] = 0.0f;
+  }
+}
+
 // Whether this CTA is to work: all of a cluster, or none.
 template <class Tiles, int kCluster>
 __device__ inline bool decide_to_work(const MoeContext& context, TensorShared<Tiles>& shared) {
@@ -84,9 +92,9 @@ __device__ inline bool decide_to_work(const MoeContext& context, TensorShared<Ti
 template <class Tiles, int kCluster>
 __device__ inline void multiply_tiles(const MoeContext& context, TensorShared<Tiles>& shared) {
   if constexpr (Tiles::kIsFp8) {
-    Fp8Multiplier<kCluster>(context, shared).run();
+    Fp8Multiplier<Tiles, kCluster>(context, shared).run();
   } else {
-    TileMultiplier<kCluster>(context, shared).run();
+    TileMultiplier<Tiles, kCluster>(context, shared).run();
   }
 }
 
@@ -103,6 +111,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
     init_barriers<Tiles, kCluster>(shared);
     stamp_ns(call, MoeStamp::kExpertsNs);
   }
+  if constexpr (Tiles::kIsAny) clear_biases<Tiles>(shared);
   if (!decide_to_work<Tiles, kCluster>(context, shared)) return;
   if (context.tables().head->num_items == 0) return;
   const int32_t warp = __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x / 32), 0);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ffi/cuda/moe_activation.cuh"
 #include "ffi/cuda/moe_context.cuh"
 #include "ffi/cuda/moe_tensor_shared.cuh"
 
@@ -47,8 +48,10 @@ class TileConsumer {
   __device__ void release_step(int32_t step) const {
     if (kCluster == 1) {
       if (lane_ == 0) mbarrier_arrive(&shared_.empty[step]);
-    } else if (lane_ < kCluster) {
-      peer_arrive(peer_address(&shared_.empty[step], lane_));
+    } else {
+      // Beside FP8's sums and any epilogue no register is left for the lane.
+      const int32_t lane = Tiles::kIsAny && Tiles::kIsFp8 ? fresh_lane() : lane_;
+      if (lane < kCluster) peer_arrive(peer_address(&shared_.empty[step], lane));
     }
   }
 
@@ -59,6 +62,12 @@ class TileConsumer {
     const int2* sources = reinterpret_cast<const int2*>(context_.tables().sources);
     const int2 source = __ldcg(sources + (tile.row + row) % context_.call.sizes.wave_rows);
     return context_.target({source.x, source.y});
+  }
+
+  __device__ static int32_t fresh_lane() {
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return static_cast<int32_t>(thread % 32);
   }
 
   // The lane, in a way that the compiler cannot compute with ahead of the tile: the accumulators
@@ -91,8 +100,30 @@ class TileConsumer {
     __syncwarp();
   }
 
-  __device__ static float swiglu(float gate, float up) {
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  // Calls `visit` with what makes h of gate and up.
+  template <class Visit>
+  __device__ void with_epilogue(const Visit& visit) const {
+    const Activation& activation = context_.call.launch.shape.activation;
+    if constexpr (Tiles::kIsAny) {
+      with_activation(activation, visit);
+    } else {
+      visit(Silu(activation));
+    }
+  }
+
+  // Of the lane's first two columns behind column `first` of the tile; others follow.
+  __device__ const float* tile_biases(int32_t first) const {
+    if constexpr (!Tiles::kIsAny) return nullptr;
+    return shared_.biases[tiles_.at()] + first + late_lane() % 4 * 2;
+  }
+
+  // Of column `at` and the next, which are the lane's; zero without any.
+  __device__ static float2 bias_of(const float* biases, int at) {
+    if constexpr (Tiles::kIsAny) return *reinterpret_cast<const float2*>(biases + at);
+    return {};
+  }
+  __device__ static float with_bias(float sum, float bias) {
+    return Tiles::kIsAny ? sum + bias : sum;
   }
 
   const MoeContext& context_;

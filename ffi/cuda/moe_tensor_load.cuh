@@ -30,7 +30,7 @@ class TileLoader {
   __device__ void lead() {
     TileQueue queue(context_);
     find_next(queue, threadIdx.x % 32 == 0 ? queue.claim() : 0);
-    for (;;) {
+    for (;; tiles_.advance()) {
       const Tile tile = shared_.next;
       const int32_t is_over = threadIdx.x % 32 == 0 ? !announce(tile) : 0;
       if (__shfl_sync(kAllLanes, is_over, 0)) return;
@@ -67,7 +67,6 @@ class TileLoader {
     if (kCluster > 1) announce_to_peer(tile);
     shared_.tiles[tiles_.at()] = tile;
     mbarrier_arrive(&shared_.tile_full[tiles_.at()]);
-    tiles_.advance();
     return tile.gemm != Gemm::kNone;
   }
 
@@ -101,22 +100,52 @@ class TileLoader {
   }
 
   // Of a product of h: gate's and up's boxes in turn, so that the columns of h that a warpgroup
-  // makes lie together.
-  __device__ void load_weights(uint8_t* to, bool is_inner, const CUtensorMap* gate,
-                               const CUtensorMap* up, int32_t k, int32_t column, int32_t gate_plane,
-                               int32_t up_plane, uint64_t* full) const {
+  // makes lie together. `map` is gate's, which up's follows, or down's.
+  __device__ void load_weights(uint8_t* to, bool is_inner, const CUtensorMap* map, int32_t k,
+                               int32_t column, int32_t plane, uint64_t* full) const {
     if (is_inner) {
 #pragma unroll
       for (int i = 0; i < Tiles::kWeightRows / Tiles::kInnerBox; ++i) {
-        load_box_3d(to + i * Tiles::kInnerBox * kSwizzleRow, i % 2 == 0 ? gate : up, k,
-                    column + i / 2 * Tiles::kInnerBox, i % 2 == 0 ? gate_plane : up_plane, full);
+        load_box_3d(to + i * Tiles::kInnerBox * kSwizzleRow, map + i % 2, k,
+                    column + i / 2 * Tiles::kInnerBox, plane, full);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < Tiles::kWeightRows / Tiles::kHiddenBox; ++i) {
-        load_box_3d(to + i * Tiles::kHiddenBox * kSwizzleRow, gate, k,
-                    column + i * Tiles::kHiddenBox, gate_plane, full);
+        load_box_3d(to + i * Tiles::kHiddenBox * kSwizzleRow, map, k,
+                    column + i * Tiles::kHiddenBox, plane, full);
       }
+    }
+  }
+
+  // Biases of the tile's columns that are there; none for a column behind the last.
+  __device__ int32_t num_biases(const Tile& tile) const {
+    const MoeSizes& sizes = context_.call.sizes;
+    const bool is_inner = tile.gemm == Gemm::kInner;
+    const int32_t columns = is_inner ? Tiles::kInner : Tiles::kHidden;
+    const int32_t left = (is_inner ? sizes.intermediate : sizes.hidden) - tile.column * columns;
+    return at_least(at_most(left, columns), 0);
+  }
+
+  __device__ uint32_t bias_bytes(const Tile& tile) const {
+    return num_biases(tile) * sizeof(float) * (tile.gemm == Gemm::kInner ? 2 : 1);
+  }
+
+  __device__ void load_bias(const Tile& tile, int32_t plane, float* to, int32_t first,
+                            uint64_t* full) const {
+    const float* const from = reinterpret_cast<const float*>(context_.plane(tile.slot, plane));
+    bulk_load(to, from + first, num_biases(tile) * sizeof(float), full);
+  }
+
+  // To where those who multiply find them once the tile's first step is there.
+  __device__ void load_biases(const Tile& tile, uint64_t* full) const {
+    if (num_biases(tile) == 0) return;
+    float* const to = shared_.biases[tiles_.at()];
+    if (tile.gemm == Gemm::kInner) {
+      load_bias(tile, kGateBiasPlane, to, tile.column * Tiles::kInner, full);
+      load_bias(tile, kUpBiasPlane, to + Tiles::kInner, tile.column * Tiles::kInner, full);
+    } else {
+      load_bias(tile, kDownBiasPlane, to, tile.column * Tiles::kHidden, full);
     }
   }
 
@@ -131,20 +160,20 @@ class TileLoader {
     const MoeCall& call = context_.call;
     const bool is_inner = tile.gemm == Gemm::kInner, is_helper = call.is_helper(tile.slot);
     const int32_t depth = is_inner ? call.sizes.hidden : call.sizes.intermediate;
-    const int32_t num_steps = depth / Tiles::kStepColumns;
+    const int32_t num_steps = Tiles::num_steps(depth);
     const int32_t num_blocks = ceil_div(tile.num_rows, kMmaRows);
     const int32_t row =
         static_cast<int32_t>(call.workspace().held_row(context_.local_idx, tile.row));
     const CUtensorMap* rows = is_inner ? &maps_.rows : &maps_.inner;
-    const CUtensorMap* weights = is_inner ? &maps_.gate : &maps_.down;
+    const CUtensorMap* weights = maps_.weights + (is_inner ? kGatePlane : kDownPlane);
     const CUtensorMap* scales = is_inner ? &maps_.row_scales : &maps_.inner_scales;
     int32_t plane = 0;
     if (is_helper) {
-      const MoeWorkspace workspace = call.workspace();
       weights = reinterpret_cast<const CUtensorMap*>(
-          workspace.map(context_.local_idx, is_inner ? kBankInner : kBankHidden));
+          call.workspace().map(context_.local_idx, is_inner ? kGatePlane : kDownPlane));
       acquire_map(weights);
-      plane = context_.helper_plane(tile.slot) + (is_inner ? 0 : 2);
+      if (is_inner) acquire_map(weights + 1);
+      plane = context_.helper_bundle(tile.slot);
     } else {
       plane = context_.expert(tile.slot);
     }
@@ -158,11 +187,12 @@ class TileLoader {
         uint64_t* full = &shared_.full[steps_.at];
         uint8_t* to = shared_.steps[steps_.at];
         mbarrier_wait(&shared_.empty[steps_.at], steps_.parity ^ 1);
-        mbarrier_arrive_expect(full, bytes);
+        const bool has_biases = Tiles::kIsAny && step == 0 && call.launch.shape.has_biases;
+        mbarrier_arrive_expect(full, bytes + (has_biases ? bias_bytes(tile) : 0));
+        if (has_biases) load_biases(tile, full);
         const int32_t k = step * Tiles::kStepColumns;
         load_rows(to, rows, k, row, num_blocks, full);
-        load_weights(to + Shared::kRowsBytes, is_inner, weights, is_helper ? weights : &maps_.up, k,
-                     column, plane, plane + is_helper, full);
+        load_weights(to + Shared::kRowsBytes, is_inner, weights, k, column, plane, full);
         if (Tiles::kIsFp8) load_box_2d(shared_.scales[steps_.at], scales, row & ~3, step, full);
         if (queue != nullptr && is_due(step, num_steps, 6)) item = queue->claim();
       }

@@ -10,10 +10,10 @@
 namespace iser::cuda {
 
 // A warp of the two warpgroups that multiply.
-template <int kCluster>
-class TileMultiplier : TileConsumer<Bf16Tiles, kCluster> {
+template <class Tiles, int kCluster>
+class TileMultiplier : TileConsumer<Tiles, kCluster> {
  public:
-  using Base = TileConsumer<Bf16Tiles, kCluster>;
+  using Base = TileConsumer<Tiles, kCluster>;
   using Base::Base;
 
   __device__ void run() {
@@ -61,7 +61,7 @@ class TileMultiplier : TileConsumer<Bf16Tiles, kCluster> {
   __device__ void multiply_tile(const Tile& tile, float (&acc)[2][kNumAcc]) {
     const MoeSizes& sizes = context_.call.sizes;
     const int32_t depth = tile.gemm == Gemm::kInner ? sizes.hidden : sizes.intermediate;
-    const int32_t num_steps = depth / Bf16Tiles::kStepColumns;
+    const int32_t num_steps = Tiles::num_steps(depth);
     const int32_t blocks =
         __shfl_sync(kAllLanes, ceil_div(tile.num_rows, kMmaRows) + 1 - group_, 0) / 2;
     if (blocks == 2) {
@@ -106,22 +106,33 @@ class TileMultiplier : TileConsumer<Bf16Tiles, kCluster> {
     this->release_step(before);
   }
 
-  // h = silu(gate) * up; accumulators hold gate's columns, then as many of up.
-  __device__ void store_inner(const Tile& tile, int32_t i, const float (&acc)[kNumAcc]) const {
-    const int32_t valid = tile.num_rows - first_row(i), lane = this->late_lane();
-    if (valid <= 0) return;
-    uint8_t* const staged = this->staged_row(lane, Bf16Tiles::kInnerStride);
+  // h of 16 columns at a time; accumulators hold gate's columns, then as many of up.
+  template <class Act>
+  __device__ static void stage_inner(const float (&acc)[kNumAcc], uint8_t* staged,
+                                     const float* biases, const Act& act) {
 #pragma unroll
     for (int c = 0; c < Bf16Tiles::kInner / 16; ++c) {
       uint32_t packed[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const int at = 8 * c + 2 * p;
-        packed[p] = pack_bf16(Base::swiglu(acc[at], acc[at + kNumAcc / 2]),
-                              Base::swiglu(acc[at + 1], acc[at + 1 + kNumAcc / 2]));
+        const int at = 8 * c + 2 * p, column = 16 * c + p / 2 * 8;
+        const float2 of_gate = Base::bias_of(biases, column);
+        const float2 of_up = Base::bias_of(biases, Bf16Tiles::kInner + column);
+        packed[p] = pack_bf16(act(Base::with_bias(acc[at], of_gate.x),
+                                  Base::with_bias(acc[at + kNumAcc / 2], of_up.x)),
+                              act(Base::with_bias(acc[at + 1], of_gate.y),
+                                  Base::with_bias(acc[at + 1 + kNumAcc / 2], of_up.y)));
       }
       store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
     }
+  }
+
+  __device__ void store_inner(const Tile& tile, int32_t i, const float (&acc)[kNumAcc]) const {
+    const int32_t valid = tile.num_rows - first_row(i), lane = this->late_lane();
+    if (valid <= 0) return;
+    uint8_t* const staged = this->staged_row(lane, Bf16Tiles::kInnerStride);
+    const float* const biases = this->tile_biases(0);
+    this->with_epilogue([&](const auto& act) { stage_inner(acc, staged, biases, act); });
     __syncwarp();
     const MoeCall& call = context_.call;
     const MoeWorkspace workspace = call.workspace();
@@ -148,12 +159,15 @@ class TileMultiplier : TileConsumer<Bf16Tiles, kCluster> {
     if (tile.num_rows <= first_row(i)) return;
     const int32_t lane = this->late_lane();
     uint8_t* const staged = this->staged_row(lane, Bf16Tiles::kHiddenStride);
+    const float* const biases = this->tile_biases(0);
 #pragma unroll
     for (int c = 0; c < kMmaColumns / 16; ++c) {
       uint32_t packed[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        packed[p] = pack_bf16(acc[8 * c + 2 * p], acc[8 * c + 2 * p + 1]);
+        const float2 bias = Base::bias_of(biases, 16 * c + p / 2 * 8);
+        packed[p] = pack_bf16(Base::with_bias(acc[8 * c + 2 * p], bias.x),
+                              Base::with_bias(acc[8 * c + 2 * p + 1], bias.y));
       }
       store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
     }

@@ -14,6 +14,13 @@ constexpr int kMmaWarps = 8, kWarpRows = 16;
 constexpr int kBlockBytes = kMmaRows * kSwizzleRow;
 constexpr int kLoaderRegisters = 56, kMmaRegisters = 224;
 
+// What is done to the sums of a tile. SiLU without biases has kernels of its own, to which the rest
+// costs nothing.
+enum class Epilogue : int32_t {
+  kSilu = 0,
+  kAny = 1,  // any activation; biases, or zeros
+};
+
 // Tiles of bf16: the two warpgroups take turns with blocks of 64 rows, each with all columns.
 struct Bf16Tiles {
   static constexpr bool kIsFp8 = false;
@@ -48,6 +55,16 @@ struct Fp8Tiles {
   static constexpr int kStagingBytes = kWarpRows * kHiddenStride;
 };
 
+template <class Shape, Epilogue kWhich>
+struct TilesWith : Shape {
+  // The last one's columns behind the depth are zero in both operands: TMA fills them.
+  __device__ static int32_t num_steps(int32_t depth) {
+    return ceil_div(depth, Shape::kStepColumns);
+  }
+  static constexpr bool kIsAny = kWhich == Epilogue::kAny;
+  static constexpr int kBiases = kIsAny ? Shape::kWeightRows : 4;  // of a tile; at least one word
+};
+
 template <class Tiles>
 struct alignas(1024) TensorShared {
   static constexpr int kRowsBytes = Tiles::kRows * kSwizzleRow;
@@ -70,13 +87,17 @@ struct alignas(1024) TensorShared {
   Tile next;  // found while the last is loaded
   uint32_t is_wanted;
   uint32_t since;  // when what is being timed began
+  // By announced tile: of gate's columns and then up's, or of down's. Those of columns that are not
+  // there hold what was there before.
+  alignas(16) float biases[Tiles::kIsAny ? kNumTiles : 1][Tiles::kBiases];
 };
 constexpr int kTileWords = sizeof(Tile) / sizeof(uint32_t);
 
 template <class Tiles>
 constexpr size_t kTensorSharedBytes = sizeof(TensorShared<Tiles>) + 1024;  // to begin at a multiple
-static_assert(kTensorSharedBytes<Bf16Tiles> <= 227 * 1024, "exceeds the shared memory of a CTA");
-static_assert(kTensorSharedBytes<Fp8Tiles> <= 227 * 1024, "exceeds the shared memory of a CTA");
+static_assert(kTensorSharedBytes<TilesWith<Bf16Tiles, Epilogue::kAny>> <= 227 * 1024 &&
+                  kTensorSharedBytes<TilesWith<Fp8Tiles, Epilogue::kAny>> <= 227 * 1024,
+              "exceeds the shared memory of a CTA");
 
 // Which of `kCount` a role is at, and the parity of its round.
 template <int kCount>

@@ -11,8 +11,8 @@ import subprocess
 
 _CAPABILITY = "9.0"  # what scripts build the kernels for: wgmma is there alone
 _ENGINES = (
-    "tensor cores (wgmma, TMA) for bf16 with hidden and intermediate sizes in whole 64s, and for "
-    "FP8 weights with sizes in whole 128s; CUDA cores, which are slow, for f32 and other sizes"
+    "tensor cores (wgmma, TMA) for bf16 with hidden and intermediate sizes in whole 8s, and for "
+    "FP8 weights with sizes in whole 64s; CUDA cores, which are slow, for f32 and other sizes"
 )
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "safetensors")
 

@@ -98,15 +98,17 @@ __device__ inline double as_double(__nv_bfloat16 value) { return __bfloat162floa
 // Rows as they are after quantisation by 128 columns; a thread a block of columns.
 template <typename T>
 __global__ void requantize_rows(const T* from, float* to, size_t rows, int32_t columns) {
-  const size_t blocks = columns / 128;
+  const size_t blocks = fp8::num_blocks(columns);
   const size_t index = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (index >= rows * blocks) return;
-  const size_t first = index / blocks * columns + index % blocks * 128;
+  const int32_t column = index % blocks * 128, left = columns - column;
+  const int32_t count = left < 128 ? left : 128;
+  const size_t first = index / blocks * columns + column;
   float amax = 0.0f;
-  for (int i = 0; i < 128; ++i) amax = fmaxf(amax, fabsf(as_double(from[first + i])));
+  for (int i = 0; i < count; ++i) amax = fmaxf(amax, fabsf(as_double(from[first + i])));
   amax = fmaxf(amax, fp8::kMinAmax);
   const float up = __fdiv_rn(448.0f, amax), down = __fdiv_rn(amax, 448.0f);
-  for (int i = 0; i < 128; ++i) {
+  for (int i = 0; i < count; ++i) {
     const float value = as_double(from[first + i]);
     const uint8_t code = __nv_cvt_float_to_fp8(value * up, __NV_SATFINITE, __NV_E4M3);
     to[first + i] = e4m3_value(code) * down;
@@ -121,6 +123,8 @@ struct MoeProblem {
   bool is_stacked = false;
   std::vector<std::vector<int32_t>> ids;  // [rank][num_tokens * top_k]
   bool has_fp8_weights = false;           // else in elements of x's type
+  bool has_biases = false;
+  Activation activation;
 
   bool is_fp8() const { return has_fp8_weights; }
   Fp8Plane fp8_plane(int32_t which) const {
@@ -129,8 +133,10 @@ struct MoeProblem {
   }
   int32_t element_bytes() const { return dtype == DType::kBF16 ? 2 : 4; }
   DomainShape shape(int32_t num_banks) const {
-    const DomainShape of_elements =
+    DomainShape of_elements =
         make_shape(slots, top_k, hidden, intermediate, num_tokens, element_bytes(), num_banks);
+    of_elements.has_biases = has_biases;
+    of_elements.activation = activation;
     return is_fp8() ? iser::in_fp8(of_elements) : of_elements;
   }
   size_t num_routes() const { return static_cast<size_t>(num_tokens) * top_k; }
@@ -145,10 +151,14 @@ struct MoeProblem {
     return (1.5f + hashed(9, rank * num_routes() + route, 1.0f)) / static_cast<float>(top_k);
   }
 
-  // Plane `which` of `count` experts of a layer, from the one of that index on.
+  // Plane `which` of `count` experts of a layer, from the one of that index on. Biases are about as
+  // large as the sums that they are added to.
   void fill_experts(void* to, int32_t which, int32_t at_layer, int32_t first, int32_t count) const {
     const uint64_t expert = static_cast<uint64_t>(at_layer) * slots.num_experts + first;
-    if (is_fp8()) {
+    if (which >= kNumWeightPlanes) {
+      const size_t columns = which == kDownBiasPlane ? hidden : intermediate;
+      fill_random(DType::kF32, to, count * columns, 11 + which, expert * columns, 1.0f);
+    } else if (is_fp8()) {
       fill_fp8<<<512, 256>>>(static_cast<uint8_t*>(to), fp8_plane(which), count, 1 + which, expert);
       CHECK_CUDA(cudaGetLastError());
     } else {
@@ -185,7 +195,7 @@ struct MoeProblem {
   }
   template <typename T>
   static void requantize(const T* from, float* to, size_t rows, int32_t columns) {
-    const size_t threads = rows * (columns / 128);
+    const size_t threads = rows * fp8::num_blocks(columns);
     requantize_rows<<<threads / 128 + 1, 128>>>(from, to, rows, columns);
     CHECK_CUDA(cudaDeviceSynchronize());
   }
@@ -210,12 +220,29 @@ __device__ inline void round_to(double value, __nv_bfloat16* to) {
   *to = __float2bfloat16_rn(static_cast<float>(value));
 }
 
+__device__ inline double activated(const Activation& activation, double gate, double up) {
+  const auto sigmoid = [](double x) { return 1.0 / (1.0 + exp(-x)); };
+  if (activation.kind == ActivationKind::kGeluTanh) {
+    const double inner = sqrt(2.0 / 3.14159265358979) * (gate + 0.044715 * gate * gate * gate);
+    return 0.5 * gate * (1.0 + tanh(inner)) * up;
+  }
+  if (activation.kind == ActivationKind::kClampedSwiglu) {
+    const double limit = activation.limit;
+    gate = gate < limit ? gate : limit;
+    up = up < -limit ? -limit : up < limit ? up : limit;
+    return gate * sigmoid(activation.alpha * gate) * (up + activation.offset);
+  }
+  return gate * sigmoid(gate) * up;
+}
+
 template <typename T>
 struct OracleArrays {
-  const T *x, *gate, *up, *down;  // x [routes' tokens, D]; weights of all experts
-  const int32_t* ids;             // [routes]
-  T *h, *o;                       // [routes, I], [routes, D]; zeros for routes that are padding
-  float* magnitude;               // [routes, D] sum of |h| |down|
+  const T *x, *gate, *up, *down;                 // x [routes' tokens, D]; weights of all experts
+  const float *gate_bias, *up_bias, *down_bias;  // of all experts, or null
+  Activation activation;
+  const int32_t* ids;  // [routes]
+  T *h, *o;            // [routes, I], [routes, D]; zeros for routes that are padding
+  float* magnitude;    // [routes, D] sum of |h| |down| and of |bias|
   int32_t routes, top_k, hidden, intermediate, num_experts;
 };
 
@@ -232,7 +259,11 @@ __global__ void oracle_inner(OracleArrays<T> a) {
     gate += as_double(x[d]) * as_double(a.gate[row + d]);
     up += as_double(x[d]) * as_double(a.up[row + d]);
   }
-  round_to(gate / (1.0 + exp(-gate)) * up, a.h + index);
+  if (a.gate_bias != nullptr) {
+    gate += a.gate_bias[static_cast<size_t>(expert) * a.intermediate + i];
+    up += a.up_bias[static_cast<size_t>(expert) * a.intermediate + i];
+  }
+  round_to(activated(a.activation, gate, up), a.h + index);
 }
 
 template <typename T>
@@ -251,6 +282,11 @@ __global__ void oracle_hidden(OracleArrays<T> a) {
     const double term = as_double(h[i]) * as_double(a.down[row + i]);
     sum += term;
     magnitude += fabs(term);
+  }
+  if (a.down_bias != nullptr) {
+    const double bias = a.down_bias[static_cast<size_t>(expert) * a.hidden + d];
+    sum += bias;
+    magnitude += fabs(bias);
   }
   round_to(sum, a.o + index);
   a.magnitude[index] = static_cast<float>(magnitude);
@@ -284,16 +320,39 @@ struct Expected {
     DeviceArray<T> gate(experts * p.plane()), up(experts * p.plane()), down(experts * p.plane());
     DeviceArray<float> magnitude(routes * p.hidden);
     DeviceArray<int32_t> ids(routes);
+    const size_t inner_biases = p.has_biases ? size_t(experts) * p.intermediate : 0;
+    DeviceArray<float> gate_bias(inner_biases), up_bias(inner_biases);
+    DeviceArray<float> down_bias(p.has_biases ? size_t(experts) * p.hidden : 0);
     const int32_t layer = p.is_stacked ? p.layer : 0;
     T* const planes[3] = {gate.data, up.data, down.data};
     for (int i = 0; i < 3; ++i) p.fill_values(planes[i], i, layer);
+    if (p.has_biases) {
+      p.fill_experts(gate_bias.data, kGateBiasPlane, layer, 0, experts);
+      p.fill_experts(up_bias.data, kUpBiasPlane, layer, 0, experts);
+      p.fill_experts(down_bias.data, kDownBiasPlane, layer, 0, experts);
+    }
     for (int32_t rank = 0; rank < ranks; ++rank) {
       p.fill_token_values(x.data, rank);
       ids.put(p.ids[rank]);
-      const OracleArrays<T> arrays{x.data,    gate.data,      up.data,
-                                   down.data, ids.data,       h.data,
-                                   o.data,    magnitude.data, static_cast<int32_t>(routes),
-                                   p.top_k,   p.hidden,       p.intermediate,
+      const auto if_any = [&](const DeviceArray<float>& array) {
+        return p.has_biases ? array.data : nullptr;
+      };
+      const OracleArrays<T> arrays{x.data,
+                                   gate.data,
+                                   up.data,
+                                   down.data,
+                                   if_any(gate_bias),
+                                   if_any(up_bias),
+                                   if_any(down_bias),
+                                   p.activation,
+                                   ids.data,
+                                   h.data,
+                                   o.data,
+                                   magnitude.data,
+                                   static_cast<int32_t>(routes),
+                                   p.top_k,
+                                   p.hidden,
+                                   p.intermediate,
                                    experts};
       const auto grid = [&](size_t columns) { return (routes * columns + 127) / 128 + 1; };
       oracle_inner<<<grid(p.intermediate), 128>>>(arrays);

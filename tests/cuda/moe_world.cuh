@@ -67,7 +67,7 @@ struct MoeDevice {
   int gpu;
   int32_t first_rank, num_local;
   cudaStream_t main, copy;
-  DeviceArray<uint8_t> segment, table, x, y, weights[kNumWeightPlanes];
+  DeviceArray<uint8_t> segment, table, x, y, weights[kMaxPlanes];
   std::unique_ptr<DeviceArray<uint8_t>> workspace;
   DeviceArray<float> topk_weights;
   DeviceArray<int32_t> topk_ids, route_slot, broadcasts, quota, loads, scalars;
@@ -91,7 +91,10 @@ struct MoeDevice {
         y(local * p.num_tokens * shape.row_bytes() + kTailGuard),
         weights{DeviceArray<uint8_t>(weight_bytes(p, shape, local, kGatePlane)),
                 DeviceArray<uint8_t>(weight_bytes(p, shape, local, kUpPlane)),
-                DeviceArray<uint8_t>(weight_bytes(p, shape, local, kDownPlane))},
+                DeviceArray<uint8_t>(weight_bytes(p, shape, local, kDownPlane)),
+                DeviceArray<uint8_t>(weight_bytes(p, shape, local, kGateBiasPlane)),
+                DeviceArray<uint8_t>(weight_bytes(p, shape, local, kUpBiasPlane)),
+                DeviceArray<uint8_t>(weight_bytes(p, shape, local, kDownBiasPlane))},
         topk_weights(local * p.num_routes()),
         topk_ids(local * p.num_routes()),
         route_slot(local * p.num_routes()),
@@ -244,7 +247,7 @@ class MoeWorld {
     launch.dtype = problem.dtype;
     launch.x = device.x.data;
     launch.topk_weights = device.topk_weights.data;
-    for (int i = 0; i < kNumWeightPlanes; ++i) launch.weights[i] = device.weights[i].data;
+    for (int i = 0; i < layout.bundle.num_planes; ++i) launch.weights[i] = device.weights[i].data;
     launch.num_stacked = problem.is_stacked ? problem.num_layers : 0;
     launch.y = device.y.data;
     launch.plan = device.out_plan();
@@ -393,7 +396,7 @@ class MoeWorld {
       }
       ids.insert(ids.end(), problem.ids[rank].begin(), problem.ids[rank].end());
       for (int32_t layer = 0; layer < layers; ++layer) {
-        for (int i = 0; i < kNumWeightPlanes; ++i) {
+        for (int i = 0; i < layout.bundle.num_planes; ++i) {
           const size_t plane = layout.bundle.planes[i].bytes;
           problem.fill_experts(device.weights[i].data + (layer * num_local + v) * home * plane, i,
                                layer, rank * home, home);
@@ -499,7 +502,7 @@ class MoeWorld {
       for (int32_t r = group.begin; r < group.end; ++r) {
         if (r == row.owner || r / num_local != d) continue;
         uint8_t* to = block(r).helper(shape, problem.layer % kNumBanks, row.helper_idx);
-        for (int i = 0; i < kNumWeightPlanes; ++i) {
+        for (int i = 0; i < layout.bundle.num_planes; ++i) {
           const PlaneLayout& plane = layout.bundle.planes[i];
           CHECK_CUDA(cudaMemcpyAsync(to + plane.offset,
                                      home_plane(row.owner, i) + row.expert % home * plane.bytes,
@@ -537,7 +540,7 @@ class MoeWorld {
       plan.num_tokens = problem.num_tokens;
       plan.top_k = problem.top_k;
       plan.is_stacked = problem.is_stacked;
-      for (int i = 0; i < kNumWeightPlanes; ++i) plan.weights[i] = device.weights[i].data;
+      for (int i = 0; i < layout.bundle.num_planes; ++i) plan.weights[i] = device.weights[i].data;
       if (run.starts != nullptr) {
         spin_kernel<<<1, 1, 0, device.main>>>(kLaunchNs);
         CHECK_CUDA(cudaEventRecord(run.starts[d], device.main));

@@ -138,6 +138,87 @@ void test_sizes() {
   }
 }
 
+// Sizes whose last step of K and last columns are partly there; replicas, waves and short tiles
+// too.
+std::vector<MoeRun> runs_of_tails() {
+  std::vector<MoeRun> runs(4);
+  runs[0].options.cluster_size = 1;
+  runs[1].options.cluster_size = 2;
+  runs[1].late_ready_ns = late_ns();
+  runs[2].options.tile_rows = 64;
+  runs[3].max_routes_per_rank = is_small ? 37 : 97;
+  return runs;
+}
+
+void test_tails() {
+  const int sizes[][2] = {{72, 136}, {8, 8}, {200, 104}, {136, 72}, {328, 456}, {1096, 200}};
+  for (const auto& [hidden, inner] : sizes) {
+    if (is_small && hidden > 72) continue;
+    test_case(text("tails: D=%d I=%d", hidden, inner),
+              make_problem({2, 8, 2}, 2, hidden, inner, is_small ? 40 : 150, 2, hidden + inner),
+              runs_of_tails());
+  }
+}
+
+constexpr Activation kGptOss{ActivationKind::kClampedSwiglu, 7.0f, 1.702f, 1.0f};
+// The same with a limit that half of the sums exceed.
+constexpr Activation kClamping{ActivationKind::kClampedSwiglu, 0.5f, 1.702f, 1.0f};
+constexpr Activation kGelu{ActivationKind::kGeluTanh, 0.0f, 1.0f, 0.0f};
+
+MoeProblem with_epilogue(MoeProblem problem, const Activation& activation, bool has_biases) {
+  problem.activation = activation;
+  problem.has_biases = has_biases;
+  return problem;
+}
+
+// Every activation, with biases and without, by every engine.
+void test_activations() {
+  const struct {
+    const char* name;
+    DType dtype;
+    bool is_fp8;
+    MoeEngine engine;
+    int32_t hidden, inner;
+  } engines[] = {
+      {"bf16", DType::kBF16, false, MoeEngine::kAuto, is_small ? 72 : 136, is_small ? 104 : 200},
+      {"fp8", DType::kBF16, true, MoeEngine::kAuto, 192, is_small ? 192 : 320},
+      {"plain f32", DType::kF32, false, MoeEngine::kPlain, 20, 72},
+      {"plain bf16", DType::kBF16, false, MoeEngine::kPlain, 24, 71}};
+  const struct {
+    const char* name;
+    Activation activation;
+  } activations[] = {{"silu", {}}, {"gelu", kGelu}, {"clamped", kClamping}};
+  for (const auto& engine : engines) {
+    for (const auto& [name, activation] : activations) {
+      for (bool has_biases : {false, true}) {
+        if (activation.kind == ActivationKind::kSilu && !has_biases) continue;
+        MoeProblem p = with_epilogue(make_problem({2, 8, 2}, 2, engine.hidden, engine.inner,
+                                                  is_small ? 16 : 150, 2, 21, engine.dtype),
+                                     activation, has_biases);
+        p.has_fp8_weights = engine.is_fp8;
+        std::vector<MoeRun> runs = runs_of_tails();
+        if (is_small) runs.resize(2);
+        if (is_small) runs[1].late_ready_ns = 0;
+        for (MoeRun& run : runs) run.options.engine = engine.engine;
+        test_case(std::string("activations: ") + engine.name + ", " + name +
+                      (has_biases ? ", biases" : ""),
+                  p, runs);
+      }
+    }
+  }
+}
+
+// gpt-oss's experts at their sizes.
+void test_gpt_oss() {
+  if (is_small) return;
+  std::vector<MoeRun> runs = runs_of_tails();
+  for (bool is_fp8 : {false, true}) {
+    MoeProblem p = with_epilogue(make_problem({2, 8, 2}, 4, 2880, 2880, 96, 2, 22), kGptOss, true);
+    p.has_fp8_weights = is_fp8;
+    test_case(is_fp8 ? "gpt-oss: fp8, D=I=2880" : "gpt-oss: bf16, D=I=2880", p, runs);
+  }
+}
+
 // Experts with these many rows, on one rank, in any order.
 MoeProblem with_rows(const std::vector<int32_t>& rows, int32_t hidden, int32_t inner) {
   MoeProblem p = make_problem({1, static_cast<int32_t>(rows.size()), 0}, 1, hidden, inner, 1, 0, 3);
@@ -294,6 +375,9 @@ void test_stacked(const char* name, MoeProblem p) {
 }
 
 void test_layers() {
+  test_stacked("layers: stacked with biases, layer %d of %d",
+               with_epilogue(make_problem({4, 8, 2}, 2, 72, 104, is_small ? 16 : 100, 2, 8),
+                             kClamping, true));
   test_stacked("layers: stacked, layer %d of %d",
                make_problem({4, 8, 2}, 2, 128, 192, is_small ? 16 : 100, 2, 8));
 }
@@ -310,6 +394,14 @@ void test_fp8_sizes() {
     for (int32_t& id : p.ids[0]) id = 0;
     test_case(text("fp8: first, %d rows, D=I=%d", rows, 128), p, {with_cluster(1)});
     test_case(text("fp8: first in pairs, %d rows, D=I=%d", rows, 128), p, {with_cluster(2)});
+  }
+  const int tails[][2] = {{192, 64}, {64, 192}, {448, 320}, {704, 576}};
+  for (const auto& [hidden, inner] : tails) {
+    if (is_small && hidden * inner > 192 * 64) continue;
+    test_case(
+        text("fp8: tails, D=%d I=%d", hidden, inner),
+        in_fp8(make_problem({2, 8, 2}, 2, hidden, inner, is_small ? 24 : 150, 2, hidden + inner)),
+        runs_of_tails());
   }
   for (int hidden : {256, 640, 1152}) {
     for (int inner : {128, 384}) {
@@ -381,6 +473,9 @@ void test_kernels() {
   const MoeProblem p = make_problem({8, 32, 3}, 4, 256, 192, is_small ? 24 : 300, 2, 12);
   test_case("kernels: plan and copy by theirs, V=8", p, runs);
   if (num_gpus >= 2) test_case("kernels: plan and copy by theirs, 2 GPUs", p, runs, 2, 2);
+  const MoeProblem whole = with_epilogue(
+      make_problem({8, 32, 3}, 4, 136, 200, is_small ? 24 : 300, 2, 12), kClamping, true);
+  test_case("kernels: plan and copy by theirs, biases", whole, runs);
 }
 
 // The same bits over many calls, with one rank late at dispatch now and then.
@@ -552,17 +647,20 @@ void test_refusals() {
   shape.hidden = 132;
   expect(false, shape, DType::kBF16, {}, "rows of 264 bytes");
   shape.hidden = 136;
-  expect(true, shape, DType::kBF16, {}, "D=136, plain");
+  shape.intermediate = 132;
+  expect(true, shape, DType::kBF16, {}, "I=132, plain");
   DomainShape in_blocks = in_fp8(good);
   expect(true, in_blocks, DType::kBF16, {}, "FP8");
   in_blocks.intermediate = 192;
-  expect(false, in_blocks, DType::kBF16, {}, "FP8, I=192");
+  expect(true, in_blocks, DType::kBF16, {}, "FP8, I=192");
+  in_blocks.intermediate = 160;
+  expect(false, in_blocks, DType::kBF16, {}, "FP8, I=160");
   in_blocks.intermediate = 128;
   in_blocks.element_bytes = 4;
   expect(false, in_blocks, DType::kF32, {}, "FP8 with f32");
   FusedOptions options;
   options.engine = MoeEngine::kTensor;
-  expect(false, shape, DType::kBF16, options, "D=136, tensor");
+  expect(false, shape, DType::kBF16, options, "I=132, tensor");
   options.engine = MoeEngine::kAuto;
   options.tile_rows = 96;
   expect(false, good, DType::kBF16, options, "tiles of 96 rows");
@@ -570,7 +668,25 @@ void test_refusals() {
   options.cluster_size = 3;
   expect(false, good, DType::kBF16, options, "clusters of 3");
   if (fused_engine(good, DType::kBF16, {}) != MoeEngine::kTensor) why = "engine of good sizes";
-  if (fused_engine(shape, DType::kBF16, {}) != MoeEngine::kPlain) why = "engine of D=136";
+  if (fused_engine(shape, DType::kBF16, {}) != MoeEngine::kPlain) why = "engine of I=132";
+  shape.intermediate = 136;
+  if (fused_engine(shape, DType::kBF16, {}) != MoeEngine::kTensor) why = "engine of D=I=136";
+  shape = good;
+  shape.weight_format = WeightFormat::kFloat32;
+  expect(false, shape, DType::kBF16, {}, "f32 weights with bf16");
+  shape = good;
+  shape.activation = {ActivationKind::kClampedSwiglu, 0.0f, 1.0f, 0.0f};
+  expect(false, shape, DType::kBF16, {}, "a limit of 0");
+  shape.activation = kGptOss;
+  expect(true, shape, DType::kBF16, {}, "gpt-oss's activation");
+  // routes_done counts up to 2^32 - 1.
+  shape = good;
+  shape.top_k = 32;
+  shape.max_tokens = 1 << 20;
+  shape.hidden = 64 * 127;
+  expect(true, shape, DType::kBF16, {}, "2^25 routes by 127 units");
+  shape.hidden += 8;
+  expect(false, shape, DType::kBF16, {}, "2^25 routes by 128 units");
   report("refusals", why);
 }
 
@@ -598,6 +714,9 @@ int main(int argc, char** argv) {
   test_first();
   test_plain();
   test_sizes();
+  test_tails();
+  test_activations();
+  test_gpt_oss();
   test_rows();
   test_ranks();
   test_extra_ctas();

@@ -15,6 +15,7 @@ KINDS = {
     "+r": "inout",
     "=l": "out",
     "=h": "out",
+    "=f": "out",
     "+f": "inout",
     "f": "in",
     "r": "in",

@@ -212,6 +212,38 @@ inline void tensor_copy(std::vector<uint64_t> v, bool is_multicast) {
   }
 }
 
+// Of [to], [from], bytes, [barrier].
+inline void bulk_copy(const std::vector<uint64_t>& v) {
+  const uint32_t shared = static_cast<uint32_t>(v[0]), barrier = static_cast<uint32_t>(v[3]);
+  const uint8_t* const from = reinterpret_cast<const uint8_t*>(v[1]);
+  const uint64_t bytes = v[2];
+  if (shared % 16 != 0 || v[1] % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
+    std::fprintf(stderr, "simt: a bulk copy of %llu bytes that are not whole words\n",
+                 static_cast<unsigned long long>(bytes));
+    std::abort();
+  }
+  cta->landing.push_back([=] {
+    std::memcpy(from_shared(shared), from, bytes);
+    cta->barriers[barrier].bytes -= bytes;
+    cta->barriers[barrier].settle();
+  });
+}
+
+// One f32 operation of its operands, none of which is numbered twice.
+inline bool float_op(const std::string& text, const std::vector<Operand>& operands) {
+  const auto f = [&](int i) { return __uint_as_float(static_cast<uint32_t>(operands[i].bits)); };
+  const auto give = [&](float value) {
+    *static_cast<float*>(operands[0].out) = value;
+    return true;
+  };
+  if (has(text, "ex2.approx")) return give(std::exp2(f(1)));
+  if (has(text, "rcp.approx")) return give(1.0f / f(1));
+  const bool is_min = has(text, "min.NaN.f32");
+  if (!is_min && !has(text, "max.NaN.f32")) return false;
+  if (f(1) != f(1) || f(2) != f(2)) return give(NAN);
+  return give(is_min ? std::fmin(f(1), f(2)) : std::fmax(f(1), f(2)));
+}
+
 inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
   const std::vector<int> order = numbered(text);
   std::vector<uint64_t> v;
@@ -235,9 +267,10 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
     if (!is_over) yield();
     *static_cast<uint32_t*>(operands[order[2]].out) = is_over;
   } else if (has(text, "mbarrier")) {
-    has(text, "fence")      ? void()
-    : has(text, "cp.async") ? tensor_copy(v, has(text, "multicast"))
-                            : barrier_op(text, v);
+    has(text, "fence")                  ? void()
+    : has(text, "cp.async.bulk.tensor") ? tensor_copy(v, has(text, "multicast"))
+    : has(text, "cp.async")             ? bulk_copy(v)
+                                        : barrier_op(text, v);
     if (has(text, "cp.async") || has(text, "fence")) return;
   } else if (has(text, "m64n192k16.f32.bf16.bf16")) {
     issue_mma({192, 16, false}, operands, order);
@@ -283,7 +316,7 @@ inline void ptx(const std::string& text, const std::vector<Operand>& operands) {
     std::memcpy(from_shared(static_cast<uint32_t>(v.at(0))), &value, 4);
   } else if (has(text, "bar.sync")) {
     meet(cta->named[1], static_cast<uint32_t>(v.at(0)));
-  } else if (!has(text, "fence") && !has(text, "setmaxnreg")) {
+  } else if (!has(text, "fence") && !has(text, "setmaxnreg") && !float_op(text, operands)) {
     std::fprintf(stderr, "simt: unknown PTX: %s\n", text.c_str());
     std::abort();
   }
