@@ -282,15 +282,21 @@ def test_kernels_equal_the_oracle(case, objects, tmp_path):
     assert "\n0 passed" not in result.stdout
 
 
+def plant(root: pathlib.Path, file: str, right: str, wrong: str) -> None:
+    """A copy of the sources in `root`, one of them with a fault."""
+    for folder in ("ffi/core", "ffi/cuda", "tests/cuda"):
+        shutil.copytree(ROOT / folder, root / folder)
+    for header in (ROOT / "tests").glob("*.h"):
+        shutil.copy(header, root / "tests")
+    text = (root / file).read_text()
+    assert right in text
+    (root / file).write_text(text.replace(right, wrong))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault, objects, tmp_path):
     case, name, right, wrong = FAULTS[fault]
-    for folder in ("ffi/core", "ffi/cuda", "tests/cuda"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    source = tmp_path / "ffi/cuda" / name
-    text = source.read_text()
-    assert right in text
-    source.write_text(text.replace(right, wrong))
+    plant(tmp_path, f"ffi/cuda/{name}", right, wrong)
     changed = compile_objects(tmp_path, tmp_path, SOURCES[:1])
     result = run(link([*changed, *objects[1:]], tmp_path / "moe"), case)
     assert result.returncode != 0, result.stdout
@@ -298,12 +304,7 @@ def test_faults_are_noticed(fault, objects, tmp_path):
 
 def test_host_copies_of_unwritten_memory_are_noticed(objects, tmp_path):
     case, name, right, wrong = ORACLE_FAULT
-    for folder in ("ffi/core", "ffi/cuda", "tests/cuda"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    source = tmp_path / "tests/cuda" / name
-    text = source.read_text()
-    assert right in text
-    source.write_text(text.replace(right, wrong))
+    plant(tmp_path, f"tests/cuda/{name}", right, wrong)
     changed = compile_objects(tmp_path, tmp_path, SOURCES[1:])
     result = run(link([objects[0], *changed, objects[2]], tmp_path / "moe"), case)
     assert result.returncode == 9, result.stdout + result.stderr
