@@ -5,7 +5,8 @@
 #
 # PYTHON, ISER_XLA_FFI_INCLUDE, ISER_SKIP_BUILD: as for scripts/test_gpu.sh; torch is needed too.
 # GPUS: how many to use (default: all). ISER_COMMIT: what the sources are, without their history.
-# BENCHMARKS: some of plan, replication, nccl, fused_moe, products, layer, baselines (default: all).
+# BENCHMARKS: some of plan, replication, nccl, fused_moe, products, epilogues, layer, baselines
+# (default: all).
 # ALLOW_DIRTY=1: sources that differ from their commit; the documents are marked -dirty.
 # RAW: where raw lines go (default build/bench).
 #
@@ -91,6 +92,11 @@ bench_products() {
   document products products
 }
 
+bench_epilogues() {
+  lines epilogues 180 "$bin/bench_fused_moe" epilogues tails
+  document epilogues epilogues
+}
+
 bench_layer() {
   timeout 150 "$python" benchmarks/cuda/bench_layer.py --json "$folder/cuda_layer.json" \
     "${dirty[@]}" 2>"$raw/layer.txt" || { tail -n 20 "$raw/layer.txt" >&2 && failed=1; }
@@ -109,7 +115,7 @@ export NCCL_NVLS_ENABLE=0 # never a multicast object
 export ISER_CUBLAS_LIBRARY=${ISER_CUBLAS_LIBRARY:-$(library libcublas)}
 export ISER_NCCL_LIBRARY=${ISER_NCCL_LIBRARY:-$(library libnccl)}
 several=" replication nccl layer " # need two GPUs
-for name in ${BENCHMARKS:-plan replication nccl fused_moe products layer baselines}; do
+for name in ${BENCHMARKS:-plan replication nccl fused_moe products epilogues layer baselines}; do
   if [[ $several == *" $name "* && $gpus -lt 2 ]]; then
     echo "$name needs two GPUs" >&2
     continue

@@ -2,7 +2,7 @@
 // case is checked against the oracle on its first tokens before it is timed.
 //
 //   bench_fused_moe [--gpus N] [--model WORD] [--popularity FILE] [dense] [share] [fp8] [ranks]
-//   [pair] [products]     (all by default)
+//   [pair] [products] [epilogues] [tails]     (all by default)
 //
 // --model: only models with the word in their name. --popularity FILE: how often each expert was
 // chosen, numbers in a text, for the skewed cases of that model.
@@ -22,6 +22,12 @@
 // the layer's tiles (products with SwiGLU, pulling and storing of rows) in the same round,
 // `layer_of_cublas` over the whole layer's: medians of the rounds with the interval of the median
 // at 95 %; `rounds_ms` has every round's [cuBLAS, tiles, layer].
+//
+// epilogues: gpt-oss's layers in bf16 with biases and clamped SwiGLU against the same layers with
+// SiLU and no biases, all experts on one GPU. tails: FP8 layers of D = I = 2880, whose last blocks
+// are halves, against 3072. The first arm is the base; an arm "again" is the base once more, and
+// shows what a difference means. `time_ratio` and `rate_ratio` are medians of the rounds' ratios to
+// the base, with their intervals at 95 %; `rounds_ms` has every round's [base, arm].
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -295,11 +301,6 @@ void bench_dense() {
 void bench_share(bool is_fp8) {
   for (const Model& model : kModels) {
     if (std::string(model.name).find(only_model) == std::string::npos) continue;
-    if (is_fp8 && (model.hidden % fp8::kBlock != 0 || model.intermediate % fp8::kBlock != 0)) {
-      std::printf("{\"skipped\": \"fp8\", \"model\": \"%s\", \"why\": \"not blocks of 128\"}\n",
-                  model.name);
-      continue;
-    }
     for (double exponent : {0.0, 0.4}) {
       for (int32_t tokens : {512, 2048, 8192, 16384}) {
         const int32_t experts = model.experts / 8;
@@ -581,6 +582,114 @@ void bench_products() {
   }
 }
 
+// A layer of all of a model's experts on one GPU, routed evenly.
+MoeProblem whole_layer(const Model& model, int32_t tokens) {
+  MoeProblem p{{1, model.experts, 0}, model.top_k, model.hidden, model.intermediate, tokens};
+  p.ids = draw(p.slots, tokens, p.top_k, 0, 1);
+  return p;
+}
+
+struct Variant {
+  const char* name;
+  MoeProblem problem;
+};
+
+void print_variant(const char* bench, const Model& model, const Variant& base, const Variant& arm,
+                   const std::vector<double>& base_ms, const std::vector<double>& arm_ms) {
+  const auto flops = [](const MoeProblem& p) {
+    return 6.0 * p.ids[0].size() * p.hidden * p.intermediate;
+  };
+  const double work = flops(arm.problem) / flops(base.problem);
+  std::vector<double> times, rates;
+  for (size_t i = 0; i < arm_ms.size(); ++i) {
+    times.push_back(arm_ms[i] / base_ms[i]);
+    rates.push_back(work * base_ms[i] / arm_ms[i]);
+  }
+  const Interval time = median_interval(times), rate = median_interval(rates);
+  std::printf(
+      "{\"bench\": \"%s\", \"model\": \"%s\", \"experts\": %d, \"tokens\": %d, \"rows\": %zu, "
+      "\"base\": \"%s\", \"arm\": \"%s\", \"rounds\": %zu, \"base_ms\": %.4f, \"ms\": %.4f, "
+      "\"base_tflops\": %.1f, \"tflops\": %.1f, "
+      "\"time_ratio\": %.4f, \"time_ratio_interval\": [%.4f, %.4f], "
+      "\"rate_ratio\": %.4f, \"rate_ratio_interval\": [%.4f, %.4f], \"rounds_ms\": [",
+      bench, model.name, model.experts, arm.problem.num_tokens, arm.problem.ids[0].size(),
+      base.name, arm.name, times.size(), median(base_ms), median(arm_ms),
+      flops(base.problem) / median(base_ms) / 1e9, flops(arm.problem) / median(arm_ms) / 1e9,
+      time.middle, time.low, time.high, rate.middle, rate.low, rate.high);
+  for (size_t i = 0; i < times.size(); ++i) {
+    std::printf("%s[%.4f, %.4f]", i ? ", " : "", base_ms[i], arm_ms[i]);
+  }
+  std::printf("]}\n");
+  std::fflush(stdout);
+}
+
+// Every variant against the first and, in its world, the first again: a call each per round, there
+// and back.
+void compare_variants(const char* bench, const Model& model, std::vector<Variant> variants) {
+  MoeRun run;
+  run.is_balanced = false;
+  std::vector<std::unique_ptr<MoeWorld>> worlds;
+  std::vector<std::unique_ptr<Arm>> arms;
+  for (const Variant& variant : variants) {
+    worlds.push_back(std::make_unique<MoeWorld>(variant.problem, 1, 1));
+    check(variant.problem, *worlds.back(), run);
+    arms.push_back(std::make_unique<Arm>(variant.name, *worlds.back(), run));
+  }
+  variants.push_back({"again", variants[0].problem});
+  arms.push_back(std::make_unique<Arm>("again", *worlds[0], run));
+  const int count = static_cast<int>(arms.size());
+  for (int round = -1; round < kPairedRounds; ++round) {  // the first one warms up
+    for (int i = 0; i < count; ++i) {
+      Arm& arm = *arms[round % 2 == 0 ? i : count - 1 - i];
+      arm.call();  // clocks follow the power of the last call: it is of the arm's own
+      const double ms = arm.call();
+      if (round >= 0) arm.times.push_back(ms);
+    }
+  }
+  for (auto& arm : arms) arm->finish();
+  for (int i = 1; i < count; ++i) {
+    print_variant(bench, model, variants[0], variants[i], arms[0]->times, arms[i]->times);
+  }
+}
+
+constexpr Model kGptOssModels[] = {{"gpt-oss-20b", 2880, 2880, 32, 4},
+                                   {"gpt-oss-120b", 2880, 2880, 128, 4}};
+
+MoeProblem with_gpt_oss_epilogue(MoeProblem p) {
+  p.has_biases = true;
+  p.activation = {ActivationKind::kClampedSwiglu, 7.0f, 1.702f, 1.0f};
+  return p;
+}
+
+void bench_epilogues() {
+  for (const Model& model : kGptOssModels) {
+    if (std::string(model.name).find(only_model) == std::string::npos) continue;
+    for (int32_t tokens : {1024, 8192}) {
+      const MoeProblem silu = whole_layer(model, tokens);
+      MoeProblem biased = silu;
+      biased.has_biases = true;
+      compare_variants("epilogues", model,
+                       {{"silu", silu},
+                        {"silu, biases", biased},
+                        {"clamped, biases", with_gpt_oss_epilogue(silu)}});
+    }
+  }
+}
+
+void bench_tails() {
+  for (const Model& model : kGptOssModels) {
+    if (std::string(model.name).find(only_model) == std::string::npos) continue;
+    Model rounded = model;
+    rounded.hidden = rounded.intermediate = 3072;
+    MoeProblem whole = whole_layer(rounded, 8192), tails = whole_layer(model, 8192);
+    whole.has_fp8_weights = tails.has_fp8_weights = true;
+    compare_variants("tails", model,
+                     {{"3072", whole},
+                      {"2880", tails},
+                      {"2880, clamped, biases", with_gpt_oss_epilogue(tails)}});
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -612,5 +721,7 @@ int main(int argc, char** argv) {
   if (has("ranks")) bench_ranks();
   if (has("pair")) bench_pair();
   if (has("products")) bench_products();
+  if (has("epilogues")) bench_epilogues();
+  if (has("tails")) bench_tails();
   return 0;
 }
