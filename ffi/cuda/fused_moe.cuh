@@ -1,5 +1,5 @@
-// fused_moe on a GPU: dispatch, both grouped products with SwiGLU between, combine, for all ranks
-// of a device; tiles of helper slots wait for READY. docs/fused_moe.md says how.
+// fused_moe on a GPU: dispatch, both grouped products with the activation between, combine, for all
+// ranks of a device; tiles of helper slots wait for READY. docs/fused_moe.md says how.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +15,8 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1 };
 
 enum class MoeEngine : int32_t {
   kAuto = 0,    // kTensor where it takes the sizes
-  kTensor = 1,  // wgmma and TMA: bf16, D and I multiples of 64; FP8 weights, of 128
-  kPlain = 2,   // CUDA cores: slow; any dtype, rows of whole 16-byte words
+  kTensor = 1,  // wgmma and TMA: bf16, D and I multiples of 8; FP8 weights, of 64
+  kPlain = 2,   // CUDA cores: slow; f32 and bf16, rows of x of whole 16-byte words
 };
 
 // Where a call's time goes, for benchmarks: %globaltimer at moments, SM clocks summed over CTAs.

@@ -62,7 +62,7 @@ __device__ inline void help_to_pull(const MoeContext& context, int32_t num_ctas)
   if (context.has_one_wave()) pull_rows<kIsFp8>(context, first_rows(context, num_ctas));
 }
 
-// For calls that have none. All threads, before a barrier.
+// For calls that have none, so that TMA writes none of it. All threads, before a barrier.
 template <class Tiles>
 __device__ inline void clear_biases(TensorShared<Tiles>& shared) {
   for (int i = threadIdx.x; i < kNumTiles * Tiles::kBiases; i += kTensorThreads) {
@@ -111,7 +111,9 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
     init_barriers<Tiles, kCluster>(shared);
     stamp_ns(call, MoeStamp::kExpertsNs);
   }
-  if constexpr (Tiles::kIsAny) clear_biases<Tiles>(shared);
+  if constexpr (Tiles::kIsAny) {
+    if (!call.launch.shape.has_biases) clear_biases<Tiles>(shared);
+  }
   if (!decide_to_work<Tiles, kCluster>(context, shared)) return;
   if (context.tables().head->num_items == 0) return;
   const int32_t warp = __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x / 32), 0);

@@ -31,8 +31,8 @@ Case random_case(std::mt19937& rng) {
   Case c{};
   const int32_t ranks = 1 + rng() % 9, home = 1 + rng() % 12;
   c.sizes.slots = {ranks, ranks * home, static_cast<int32_t>(rng() % 4)};
-  c.sizes.hidden = 64 * (1 + rng() % 20);
-  c.sizes.intermediate = 64 * (1 + rng() % 20);
+  c.sizes.hidden = 8 * (1 + rng() % 160);
+  c.sizes.intermediate = 8 * (1 + rng() % 160);
   c.sizes.element_bytes = 2;
   c.sizes.ranks_per_device = 1 + rng() % ranks;
   c.sizes.tile = {kRows[rng() % 3], 96, 192};
