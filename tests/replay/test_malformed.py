@@ -187,6 +187,66 @@ def test_broken_pickles(tmp_path, case):
     refused(path, "found")
 
 
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (b"ccollections\nOrderedDict\n(]tR.", "a call of something else"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n)R.", "a broken pickle"),
+        (b"ctorch\nIntStorage\n)R.", "a call of something else"),
+    ],
+)
+def test_names_are_called_as_torch_calls_them(tmp_path, program, words):
+    path = tmp_path / "call.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + program)
+    assert words in refused(path, "data.pkl")
+
+
+def dumped(value) -> bytes:
+    """An `.npy` as `np.save` writes a Python object."""
+    stream = io.BytesIO()
+    np.save(stream, value, allow_pickle=True)
+    return stream.getvalue()
+
+
+NUMPY_DICTS = {
+    "no logical_count": (dumped({"count": np.ones((2, 4), int)}), "keys ['count']"),
+    "a list in it": (dumped({"logical_count": [[1, 2]]}), "found list"),
+    "floats": (dumped({"logical_count": np.ones((2, 4))}), "float64 of (2, 4)"),
+    "one dimension": (dumped({"logical_count": np.ones(4, int)}), "int64 of (4,)"),
+    "negative": (dumped({"logical_count": np.full((2, 4), -1)}), "values from -1"),
+    "too large": (dumped({"logical_count": np.full((2, 4), 2**31)}), "values from 2147483648"),
+    "no route": (dumped({"logical_count": np.zeros((2, 4), int)}), "no route at all"),
+    "Fortran order": (dumped({"logical_count": np.ones((2, 4), int, order="F")}), "order"),
+    "text": (dumped({"logical_count": np.array([["a"]])}), "an array of <U1"),
+    "no dict": (dumped(np.array(3, object)), "no dict"),
+    "a set": (dumped({"logical_count": {1}}), "opcode"),
+    "a cut": (dumped({"logical_count": np.ones((2, 4), int)})[:-5], "array"),
+}
+
+
+@pytest.mark.parametrize("case", NUMPY_DICTS)
+def test_dicts_of_arrays(tmp_path, case):
+    content, words = NUMPY_DICTS[case]
+    (tmp_path / "d.npy").write_bytes(content)
+    assert words in refused(tmp_path / "d.npy", "found")
+
+
+def test_code_in_a_dict_of_arrays_does_not_run(tmp_path):
+    marker = tmp_path / "ran"
+    (tmp_path / "d.npy").write_bytes(dumped({"logical_count": Code(marker)}))
+    assert "posix.system" in refused(tmp_path / "d.npy", "code")
+    assert not marker.exists()
+
+
+def test_dicts_of_arrays_in_big_endian_and_narrow_types(tmp_path):
+    counts = np.arange(8).reshape(2, 4)
+    for dtype in (">i8", "<u2", "i1"):
+        (tmp_path / "d.npy").write_bytes(dumped({"logical_count": counts.astype(dtype)}))
+        (trace,) = open_traces(tmp_path / "d.npy", 4)
+        np.testing.assert_array_equal(next(trace.cut(1, 1).counts)[:, 0], counts)
+
+
 def rewrite(source, target, change):
     """A copy of an archive with its members changed by `change(name, data)`; None drops one."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
