@@ -24,6 +24,7 @@ from layers import (
 )
 
 import jax_iser
+from jax_iser import _cpu
 from jax_iser.config import DomainConfig
 from jax_iser.domain import describe
 
@@ -296,3 +297,31 @@ def test_generations_go_on_for_thousands_of_calls():
         assert_same_bits(y, first)
         assert plan.generation == 301
         domain.check()
+
+
+@pytest.mark.parametrize("first", [2**32 - 4, 2**32 - 1])
+def test_independent_calls_while_generations_wrap_around(first, monkeypatch):
+    """Devices come to calls that do not depend on each other in orders of their own."""
+    options_of = _cpu.options_of
+
+    def begin_late(*arguments):
+        options = options_of(*arguments)
+        options.first_generation = first
+        return options
+
+    monkeypatch.setattr(_cpu, "options_of", begin_late)
+    expected, _ = run_layer(PROBLEM)
+    with make_domain(PROBLEM, timeout_s=20.0) as domain:
+
+        def program(x, *operands):
+            results = [apply_layer(domain.mesh, x * 2**i, *operands) for i in range(8)]
+            return [y for y, _ in results], [plan.generation for _, plan in results]
+
+        outputs, generations = jax.jit(program)(*PROBLEM.operands, domain.handle)
+        jax.block_until_ready(outputs)
+        again, plan = run_layer(PROBLEM, domain=domain)
+        assert_same_bits(outputs[0], expected)
+        assert_same_bits(again, expected)
+    wanted = [(first + i) % 2**32 for i in range(9)]
+    assert sorted(int(g) for g in generations) == sorted(wanted[:8])
+    assert plan.generation == wanted[8]
