@@ -139,10 +139,12 @@ class Members:
             what = f"did not call Domain.place within {limit_s:g} s, as this one did"
             raise self._failure(index, what, _TIMEOUT, "placing") from error
 
-    def place(self, domain_id: int, array: np.ndarray, sharding, serial: int) -> jax.Array:
+    def place(
+        self, domain_id: int, array: np.ndarray | jax.Array, sharding, serial: int
+    ) -> jax.Array:
         """One array in shared memory of each process; see `Domain.place`."""
-        pieces = sharding.addressable_devices_indices_map(array.shape)
-        local = [np.ascontiguousarray(array[index]) for index in pieces.values()]
+        pieces = _local_pieces(array, sharding)
+        local = list(pieces.values())
         starts = np.cumsum([0] + [_round_up(piece.nbytes) for piece in local])
         fd = _memfd(int(max(starts[-1], 1)))
         memory = _iser.placed_bytes(fd, int(max(starts[-1], 1)))
@@ -165,6 +167,23 @@ class Members:
             view[...] = piece
             arrays.append(_as_jax_array(view, device))
         return jax.make_array_from_single_device_arrays(array.shape, sharding, arrays)
+
+
+def is_spread(array) -> bool:
+    """Whether the array is a `jax.Array` of which this process has a part only."""
+    return isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    )
+
+
+def _local_pieces(array, sharding) -> dict[jax.Device, np.ndarray]:
+    """What this process's devices get of an array."""
+    if is_spread(array):
+        return {
+            shard.device: np.ascontiguousarray(shard.data) for shard in array.addressable_shards
+        }
+    pieces, whole = sharding.addressable_devices_indices_map(array.shape), np.asarray(array)
+    return {device: np.ascontiguousarray(whole[index]) for device, index in pieces.items()}
 
 
 def _round_up(size: int, to: int = 128) -> int:

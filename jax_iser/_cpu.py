@@ -72,7 +72,7 @@ class CpuRuntime:
         """Delays the rank's next arrival."""
         _iser.stall(self.id, rank, stage, seconds)
 
-    def place(self, array: np.ndarray, sharding) -> jax.Array:
+    def place(self, array: np.ndarray | jax.Array, sharding) -> jax.Array:
         """As `Domain.place`, for one array."""
         if len(self.members.specs) == 1:
             return jax.device_put(array, sharding)

@@ -166,7 +166,7 @@ class CudaRuntime:
             raise ValueError(f"rank {rank} is not on a GPU of this process")
         return self._parts[index], local_idx
 
-    def place(self, array: np.ndarray, sharding) -> jax.Array:
+    def place(self, array: np.ndarray | jax.Array, sharding) -> jax.Array:
         """A plain placement: owners push copies, so that peers need not read weights."""
         return jax.device_put(array, sharding)
 

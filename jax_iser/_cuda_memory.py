@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_iser._bootstrap import Members
 from jax_iser._cuda_driver import CudaError, Devices, Driver, Undo, noted, undone_on_error
-from jax_iser._dlpack import as_jax_array
 
 POSIX_FD, FABRIC = "posix_fd", "fabric"
 _HANDLE_TYPES = {
@@ -221,30 +219,8 @@ class SymmetricMemory:
                 return self.devices.ordinals[0] if segment.ordinal < 0 else segment.ordinal
         raise ValueError(f"{nbytes} bytes at {address:#x} are not in this memory, or it is closed")
 
-    def place(self, piece: np.ndarray, device: jax.Device) -> tuple[jax.Array, Segment]:
-        """A copy of `piece` on a device as a `jax.Array` that other processes can map.
-
-        Args:
-          piece: what the array holds.
-          device: one of the devices of this memory, as JAX has it.
-
-        Returns:
-          The array, and its segment to export at once: the array keeps it, past this memory too,
-          and closes it when the last buffer over it is gone.
-        """
-        piece = np.ascontiguousarray(piece)
-        ordinal = device.local_hardware_id
-        if ordinal not in self.devices.ordinals:
-            raise ValueError(f"{device} is not one of GPUs {self.devices.ordinals} of this memory")
-        segment = Segment.create(self.devices, ordinal, max(piece.nbytes, 1), self.handle_type)
-        with undone_on_error() as undo:
-            undo.add(segment.close)
-            self.devices.write(ordinal, segment.address, piece.reshape(-1).view(np.uint8))
-            array = as_jax_array(segment.address, piece.dtype, piece.shape, device, segment.close)
-        return array, segment
-
     def close(self) -> None:
-        """Releases everything but placed arrays; a second time does nothing."""
+        """Releases everything; a second time does nothing."""
         self._resources.run()
 
 
@@ -324,7 +300,7 @@ def exchange(
                 if peer_note["mark"] != mark:
                     raise RuntimeError(
                         f"process {process} shares memory {peer_note['mark']}, this one {mark}: "
-                        "they called Domain.place in different orders"
+                        "all processes have to exchange the same, in the same order"
                     )
                 if turn < num_segments[process]:
                     found[process].append(memory.import_peer(peer_fd, peer_note))

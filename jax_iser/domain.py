@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_iser import _fork, _iser, fp8
+from jax_iser import _bootstrap, _fork, _iser, fp8
 from jax_iser._cpu import CpuRuntime
 from jax_iser._meeting import Meeting
 from jax_iser._options import shape_of
@@ -288,27 +288,37 @@ class Domain:
 
         Args:
           weights: a pytree of arrays with the experts of all ranks, `[E, a, b]`, FP8 planes
-            `[E, bytes]`, or either stacked `[L, E, ...]`; equal on all processes.
+            `[E, bytes]`, or either stacked `[L, E, ...]`: whole on every process and equal there,
+            or `jax.Array`s that are already sharded over the experts.
 
         Returns:
           The same tree of `jax.Array`s, sharded over the experts.
 
         Raises:
-          ValueError: an array whose expert axis is not `num_experts` long.
+          ValueError: an array whose expert axis is not `num_experts` long, or that processes share
+            in another way.
+          IserError: another process is gone, closes the Domain, or does not call this too.
         """
         self._require_open()
         return jax.tree.map(self._place_array, weights)
 
     def _place_array(self, array):
-        array = np.asarray(array)
+        array = array if isinstance(array, jax.Array) else np.asarray(array)
         axis = array.ndim - (2 if fp8.is_fp8(array) else 3)
         if axis not in (0, 1) or array.shape[axis] != self.config.num_experts:
             raise ValueError(
                 f"weights of shape {array.shape} do not have num_experts="
                 f"{self.config.num_experts} on axis {axis}; pass [E, ...] or [L, E, ...]"
             )
-        spec = PartitionSpec(*[None] * axis, self.axis)
-        return self._runtime.place(array, NamedSharding(self.mesh, spec))
+        sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.axis))
+        if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim):
+            sharding = array.sharding  # as it is spelt: programs are compiled for that
+        elif _bootstrap.is_spread(array):
+            raise ValueError(
+                f"weights of several processes are sharded as {array.sharding}, expected "
+                f"{sharding}: spread them over the experts (jax.device_put) before they are placed"
+            )
+        return self._runtime.place(array, sharding)
 
     def helper(self, rank: int, layer: int, helper_idx: int) -> bytes:
         """The bytes of a helper slot: gate, up and down planes of the replica it holds."""

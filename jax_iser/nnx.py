@@ -430,13 +430,7 @@ def attach(model: nnx.Module, domain: Domain | DomainHandle | None) -> None:
       TypeError: a `domain` that is none, a model that is no NNX module, or another dtype.
     """
     handle = _handle_of(domain)
-    modules = {
-        "MoE " + ".".join(map(str, path)) if path else "this MoE": module
-        for path, module in nnx.iter_graph(model)
-        if isinstance(module, MoE)
-    }
-    if not modules:
-        raise _no_module(model)
+    modules = _modules_of(model)
     if handle is not None:
         for name, module in modules.items():
             _fits.check_module(module, handle, name)
@@ -444,6 +438,41 @@ def attach(model: nnx.Module, domain: Domain | DomainHandle | None) -> None:
         keep_open(handle)
     for module in modules.values():
         module.domain = None if handle is None else AttachedDomain(_copy_of(handle))
+
+
+def place(model: nnx.Module, domain: Domain) -> None:
+    """Moves every `MoE`'s expert weights to where all processes of `domain` read them in place.
+
+    For CPU Domains of several processes: without it, owners copy each bundle that other processes
+    pull aside first. Elsewhere it is a plain placement over the mesh. All processes of the Domain
+    call it. Weights that are assigned or updated later are not placed: call it again. `nnx.jit`
+    gives a module its variables anew at each call; to keep placed ones, pass the module's state to
+    `jax.jit` (`nnx.split`, `nnx.merge`).
+
+    Raises:
+      ValueError, TypeError: as `attach`, or weights that `Domain.place` refuses.
+    """
+    if not isinstance(domain, Domain):
+        raise TypeError(f"domain is a {type(domain).__name__}, expected a jax_iser.Domain")
+    handle = _handle_of(domain)
+    modules = _modules_of(model)
+    for name, module in modules.items():
+        _fits.check_module(module, handle, name)
+    for module in modules.values():
+        for variable in (module.gate, module.up, module.down):
+            variable.set_value(domain.place(variable[...]))
+
+
+def _modules_of(model) -> dict[str, MoE]:
+    """The model's MoE modules by how errors name them."""
+    modules = {
+        "MoE " + ".".join(map(str, path)) if path else "this MoE": module
+        for path, module in nnx.iter_graph(model)
+        if isinstance(module, MoE)
+    }
+    if not modules:
+        raise _no_module(model)
+    return modules
 
 
 def _copy_of(handle):

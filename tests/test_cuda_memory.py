@@ -1,7 +1,6 @@
 """Symmetric memory of GPUs on a model of the driver; on the driver itself where there is a GPU."""
 
 import contextlib
-import gc
 import os
 import re
 import socket
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from fake_cuda_driver import GRANULARITY, CUdevice_attribute, CUresult, FakeDriver, open_descriptors
 
-from jax_iser import _bootstrap, _cuda_driver, _dlpack
+from jax_iser import _bootstrap, _cuda_driver
 from jax_iser._cuda_driver import CudaError, Devices, Driver
 from jax_iser._cuda_memory import OutOfCudaMemoryError, allocate, exchange, probe
 
@@ -582,112 +581,6 @@ def test_arrays_of_which_the_driver_knows_nothing_are_accepted(driver, arrays_at
     Devices.of([JaxDevice(1)], driver).close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
-def test_placed_arrays_are_views_that_keep_their_memory(driver, dtype):
-    device = jax.devices("cpu")[0]  # whose address space the model's is
-    piece = np.arange(2 * 3 * 5).reshape(2, 3, 5).astype(jax.numpy.dtype(dtype))
-    memory = allocate([0], 1, driver=driver)
-    array, segment = memory.place(piece, device)
-    assert array.devices() == {device}
-    assert array.unsafe_buffer_pointer() == segment.address
-    memory.close()
-    assert driver.leaks()
-    np.testing.assert_array_equal(np.asarray(array), piece)
-    total = jax.jit(lambda x: x.astype("float32").sum())(array)
-    assert float(total) == piece.astype("float32").sum()
-    alias = array.addressable_data(0)
-    del array
-    gc.collect()
-    np.testing.assert_array_equal(np.asarray(alias), piece)
-    del alias
-    gc.collect()
-    wait_until(lambda: not driver.leaks())
-
-
-def test_peers_keep_the_memory_of_placed_arrays(driver):
-    with leak_checked(FakeDriver(1)) as other, allocate([0], 1, driver=other) as theirs:
-        memory = allocate([0], 1, driver=driver)
-        array, segment = memory.place(np.full((4, 4), 7, np.float32), jax.devices("cpu")[0])
-        fd, note = segment.export()
-        peer = theirs.import_peer(fd, note)
-        os.close(fd)
-        memory.close()
-        del array
-        gc.collect()
-        wait_until(lambda: not driver.leaks())
-        assert theirs.read(peer.address, 64) == np.full((4, 4), 7, np.float32).tobytes()
-
-
-def test_place_on_a_device_of_another_memory(driver):
-    with allocate([1], 1, driver=driver) as memory, pytest.raises(ValueError, match="not one of"):
-        memory.place(np.zeros(4, np.float32), jax.devices("cpu")[0])
-
-
-def test_place_of_a_dtype_without_a_name(driver):
-    with allocate([0], 1, driver=driver) as memory, pytest.raises(TypeError, match="complex64"):
-        memory.place(np.zeros(4, np.complex64), jax.devices("cpu")[0])
-
-
-def test_place_where_jax_would_copy(driver, monkeypatch):
-    made = []
-
-    def copy(exporter):
-        made.append(exporter)
-        return jax.device_put(np.zeros(4, np.float32), jax.devices("cpu")[0])
-
-    monkeypatch.setattr(jax.dlpack, "from_dlpack", copy)
-    with allocate([0], 1, driver=driver) as memory, pytest.raises(RuntimeError, match="a view"):
-        memory.place(np.zeros(4, np.float32), jax.devices("cpu")[0])
-    assert not _dlpack._releases
-
-
-def test_a_failed_view_leaves_the_memory_to_the_caller(monkeypatch):
-    buffer = np.zeros(256, np.uint8)
-    address = -(-buffer.ctypes.data // 64) * 64
-    taken, released = [], threading.Event()
-    take = jax.dlpack.from_dlpack
-
-    def fail_after(exporter):
-        taken.append(take(exporter))
-        raise RuntimeError("too late")
-
-    monkeypatch.setattr(jax.dlpack, "from_dlpack", fail_after)
-    with pytest.raises(RuntimeError, match="too late"):
-        _dlpack.as_jax_array(address, "float32", (4,), jax.devices("cpu")[0], released.set)
-    taken.clear()
-    gc.collect()
-    wait_until(lambda: not _dlpack._releases)
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "jax_iser-release"])
-    assert not released.is_set()
-
-
-def test_capsules_name_the_device():
-    tensor = _dlpack._make_tensor(4096, np.dtype("float32"), (2, 3), (2, 5))
-    exporter = _dlpack._Exporter(tensor, (2, 5))
-    assert exporter.__dlpack_device__() == (2, 5)
-    assert exporter.__dlpack__(stream=123, max_version=(1, 1)) is exporter.capsule
-    fields = _dlpack._Tensor.from_address(tensor)
-    assert (fields.device_type, fields.device_id, fields.ndim) == (2, 5, 2)
-    assert (fields.type_code, fields.type_bits, fields.type_lanes) == (2, 32, 1)
-    _dlpack._libc.free(tensor)
-
-
-EXIT = """
-import jax, numpy as np
-from fake_cuda_driver import FakeDriver
-from jax_iser._cuda_memory import allocate
-memory = allocate([0], 1, driver=FakeDriver())
-array, segment = memory.place(np.ones(8, np.float32), jax.devices()[0])
-jax.kept = array  # alive until the interpreter ends
-print("end")
-"""
-
-
-def test_placed_arrays_at_the_end_of_the_process():
-    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-
-
 # The model, and the real thing
 
 
@@ -745,30 +638,3 @@ def test_gpu_two_processes(number):
 def test_gpu_out_of_memory():
     with pytest.raises(OutOfCudaMemoryError, match="bytes are wanted"):
         allocate([0], 1 << 45)
-
-
-@pytest.mark.gpu
-def test_gpu_placed_array():
-    """In a process of its own: this one's JAX has the CPU only."""
-    program = """
-import gc, jax, numpy as np
-from jax_iser._cuda_driver import Devices
-from jax_iser._cuda_memory import allocate
-(device,) = jax.devices("gpu")[:1]
-memory = allocate(Devices.of([device]), 1)
-piece = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
-array, segment = memory.place(piece, device)
-assert array.unsafe_buffer_pointer() == segment.address and array.devices() == {device}
-assert np.array_equal(np.asarray(jax.jit(lambda x: x * 2)(array)), piece * 2)
-memory.close()
-assert np.array_equal(np.asarray(array), piece)
-print("end")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.stdout == "end\n", done.stderr
