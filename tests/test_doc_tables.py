@@ -18,7 +18,6 @@ LEGACY = {
     "gemm_cpu": {"command", "date", "device", "versions", "commit"},
     "fused_moe_cpu": {"device"},
     "planner_cpu": {"device"},
-    "replay": {"device"},
     "replay_speed": {"device", "commit"},
 }
 
