@@ -458,7 +458,7 @@ class MoeWorld {
     std::vector<MailTag> tags;
     for (int32_t r = 0; r < shape.slots.num_ranks; ++r) {
       tags.push_back({tag(run.is_balanced)});
-      for (int i = 0; i < kNumWeightPlanes; ++i) {
+      for (int i = 0; i < layout.bundle.num_planes; ++i) {
         tags[r].tag.weights[i] = reinterpret_cast<uint64_t>(home_plane(r, i));
       }
     }

@@ -174,7 +174,8 @@ std::string check_call(TestDomain& domain, std::mt19937& rng, int kind, uint32_t
     const auto scalars = device.scalars.get();
     const int32_t ok = 0;
     check("status", &scalars[1], &ok, 1);
-    check("generation", &scalars[2], &generation, 1);
+    const auto found = static_cast<uint32_t>(scalars[2]);
+    check("generation", &found, &generation, 1);
     if (why.empty()) {
       why = compare_plan(config, want, device.broadcasts.get(), device.quota.get(),
                          device.load_before.get(), device.load.get(), scalars[0]);
