@@ -1,32 +1,29 @@
 """Runs the plain C++ tests under the sanitizers.
 
-    python3 scripts/sanitize.py                  # ASan with UBSan, then TSan: all of tests/cpp
-    python3 scripts/sanitize.py --only thread haloq
+    python3 scripts/sanitize.py                  # ASan with UBSan, then TSan: every test
+    python3 scripts/sanitize.py --only thread test_haloq
 
-tests/cpp/test_X.cc is linked with ffi/cpu/X*.cc, where there are any, or with what its first line
-says after `// Links: `. Before any of them counts, each sanitizer has to catch the faults planted
-in tests/cpp/planted. Standard library only; CXX names the compiler (default c++).
+The tests are those groups of targets.bzl that name sanitizers. Before any of them counts, each
+sanitizer has to catch the faults planted in tests/cpp/planted. Standard library only; CXX names the
+compiler (default c++).
 """
 
 import argparse
 import concurrent.futures
 import os
 import pathlib
-import platform
 import shutil
 import subprocess
 import sys
 import time
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import targets
+
+ROOT = targets.ROOT
 BUILD = ROOT / "build" / "sanitize"
-TESTS = ROOT / "tests" / "cpp"
-FLAGS = ["-std=c++17", "-O2", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"]
-ISA_FLAGS = {
-    "gemm_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-    "gemm_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma"],
-}
+PLANTED = "tests/cpp/planted"
+FLAGS = ["-std=c++17", "-O2", "-g", "-fno-omit-frame-pointer", "-pthread", "-I.", *targets.COPTS]
 
 
 class Sanitizer(NamedTuple):
@@ -45,42 +42,53 @@ SANITIZERS = {
 }
 
 
-def compile_object(source: pathlib.Path, kind: str) -> pathlib.Path:
+def compile_object(source: str, kind: str, copts: list[str]) -> pathlib.Path:
     """One object file; raises with the compiler's words."""
-    target = BUILD / kind / f"{source.stem}.o"
-    isa = ISA_FLAGS.get(source.name, []) if platform.machine() in ("x86_64", "AMD64") else []
-    flags = [*FLAGS, *isa, *SANITIZERS[kind].flags, f"-I{ROOT}"]
-    run_compiler([*flags, "-c", str(source), "-o", str(target)])
+    target = BUILD / kind / f"{source}.o"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    flags = [*FLAGS, *targets.isa_copts(source), *copts, *SANITIZERS[kind].flags]
+    run_compiler([*flags, "-c", source, "-o", str(target)])
     return target
 
 
 def run_compiler(arguments: list[str]) -> None:
     command = [os.environ.get("CXX", "c++"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 
 
-def sources_of(test: pathlib.Path) -> list[pathlib.Path]:
-    """The test itself, and the sources that its first line or else its name names."""
-    links = f"ffi/cpu/{test.stem.removeprefix('test_')}*.cc"
-    with test.open() as file:
-        first = file.readline()
-    if first.startswith("// Links: "):
-        links = first.removeprefix("// Links: ").strip()
-    return [test, *sorted(ROOT.glob(links))]
+def link(program: str, objects: list[pathlib.Path], kind: str) -> pathlib.Path:
+    target = BUILD / kind / program
+    run_compiler([*FLAGS, *SANITIZERS[kind].flags, *map(str, objects), "-o", str(target)])
+    return target
 
 
-def build(test: pathlib.Path, kind: str, pool: concurrent.futures.Executor) -> pathlib.Path:
-    objects = pool.map(lambda source: compile_object(source, kind), sources_of(test))
-    program = BUILD / kind / test.stem
-    run_compiler([*FLAGS, *SANITIZERS[kind].flags, *map(str, objects), "-o", str(program)])
-    return program
+class Builder:
+    """Programs of one sanitizer; the libraries' objects are compiled once."""
+
+    def __init__(self, kind: str, pool: concurrent.futures.Executor) -> None:
+        self._kind = kind
+        self._pool = pool
+        self._objects: dict[str, concurrent.futures.Future[pathlib.Path]] = {}
+
+    def _object(self, source: str) -> concurrent.futures.Future[pathlib.Path]:
+        if source not in self._objects:
+            self._objects[source] = self._pool.submit(compile_object, source, self._kind, [])
+        return self._objects[source]
+
+    def build(self, program: targets.Program, deps: list[str]) -> pathlib.Path:
+        own = [
+            self._pool.submit(compile_object, source, self._kind, program.copts)
+            for source in program.sources
+        ]
+        library = [self._object(source) for source in targets.host_sources(deps)]
+        return link(program.name, [each.result() for each in [*own, *library]], self._kind)
 
 
-def execute(program: pathlib.Path) -> tuple[int, str]:
+def execute(program: pathlib.Path, args: list[str]) -> tuple[int, str]:
     """Exit code and output. Without address randomisation, which some TSan runtimes cannot take."""
-    command = [str(program)]
+    command = [str(program), *args]
     fixed = ["setarch", "-R"]
     if (
         shutil.which("setarch")
@@ -94,11 +102,11 @@ def execute(program: pathlib.Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def check_planted(kind: str, pool: concurrent.futures.Executor) -> None:
+def check_planted(kind: str, builder: Builder) -> None:
     """Stops where the sanitizer misses a fault that is there."""
     for name, words in SANITIZERS[kind].planted.items():
-        program = build(TESTS / "planted" / f"{name}.cc", kind, pool)
-        code, output = execute(program)
+        program = targets.Program(name, [f"{PLANTED}/{name}.cc"], [], [])
+        code, output = execute(builder.build(program, []), [])
         if code == 0 or words not in output:
             sys.exit(
                 f"the {kind} sanitizer missed the planted {name}: exit code {code}, expected "
@@ -107,23 +115,29 @@ def check_planted(kind: str, pool: concurrent.futures.Executor) -> None:
         print(f"{kind}: caught the planted {name}", flush=True)
 
 
-def run_tests(kind: str, names: list[str], pool: concurrent.futures.Executor) -> list[str]:
+def tests(kind: str | None = None) -> dict[str, tuple[targets.Program, list[str]]]:
+    """Name -> program and the libraries it needs, of one sanitizer or of all."""
+    return {
+        program.name: (program, values["deps"])
+        for group, values in targets.PROGRAMS.items()
+        if values.get("sanitizers") and (kind is None or kind in values["sanitizers"])
+        for program in targets.programs(group)
+    }
+
+
+def run_tests(kind: str, names: list[str], builder: Builder) -> list[str]:
     """Names of the tests that failed."""
-    found = {path.stem.removeprefix("test_"): path for path in TESTS.glob("test_*.cc")}
-    if unknown := set(names) - set(found):
-        sys.exit(
-            f"no such test: {', '.join(sorted(unknown))}; there are {', '.join(sorted(found))}"
-        )
     failed = []
-    for name in names or sorted(found):
-        test = found[name]
+    for name, (program, deps) in sorted(tests(kind).items()):
+        if names and name not in names:
+            continue
         start = time.monotonic()
-        code, output = execute(build(test, kind, pool))
+        code, output = execute(builder.build(program, deps), program.args)
         if code:
-            failed.append(f"{test.stem} ({kind})")
+            failed.append(f"{name} ({kind})")
             print(output)
         word = f"failed with exit code {code}" if code else "passed"
-        print(f"{kind}: {test.stem} {word}, {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{kind}: {name} {word}, {time.monotonic() - start:.0f} s", flush=True)
     return failed
 
 
@@ -133,14 +147,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=list(SANITIZERS), help="one of the two sanitizers")
-    parser.add_argument("names", nargs="*", help="tests to run, without test_ (default: all)")
+    parser.add_argument("names", nargs="*", help="tests to run (default: all)")
     arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(tests()):
+        sys.exit(
+            f"no such test: {', '.join(sorted(unknown))}; there are {', '.join(sorted(tests()))}"
+        )
     failed = []
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for kind in [arguments.only] if arguments.only else list(SANITIZERS):
-            (BUILD / kind).mkdir(parents=True, exist_ok=True)
-            check_planted(kind, pool)
-            failed += run_tests(kind, arguments.names, pool)
+            builder = Builder(kind, pool)
+            check_planted(kind, builder)
+            failed += run_tests(kind, arguments.names, builder)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
