@@ -122,8 +122,7 @@ PROGRAMS = {
         "copts": [
             "-O1",
             "-U_FORTIFY_SOURCE",
-            "-Wno-unknown-pragmas",
-            "-Wno-psabi",
+            "-w",
         ],
         "args": [
             "--small",
