@@ -35,10 +35,13 @@ LIBRARIES = {
     "core": {
         "hdrs": ["ffi/core/**/*.h"],
     },
-    "gemm": {
-        "srcs": ["ffi/cpu/**/gemm*.cc"],
+    "cpu_headers": {
         "hdrs": ["ffi/cpu/**/*.h"],
         "deps": ["core"],
+    },
+    "gemm": {
+        "srcs": ["ffi/cpu/**/gemm*.cc"],
+        "deps": ["cpu_headers"],
     },
     "cpu": {
         "srcs": ["ffi/cpu/**/*.cc"],
@@ -68,7 +71,10 @@ LIBRARIES = {
     "cuda_bindings": {
         "srcs": ["ffi/bindings/**/cuda_*.cc"],
         "hdrs": ["ffi/bindings/**/*.h"],
-        "deps": ["cuda"],
+        "deps": [
+            "cpu_headers",
+            "cuda",
+        ],
     },
 }
 
@@ -77,7 +83,10 @@ PROGRAMS = {
     # Plain programs over the core and the CPU ops. They run under the sanitizers too.
     "cpp": {
         "srcs": ["tests/cpp/**/test_*.cc"],
-        "hdrs": ["tests/cpp/**/*.h"],
+        "hdrs": [
+            "tests/*.h",
+            "tests/cpp/**/*.h",
+        ],
         "deps": [
             "cpu",
             "cuda_headers",
@@ -91,6 +100,7 @@ PROGRAMS = {
     "plan_simt": {
         "srcs": ["tests/cuda/test_plan_simt.cc"],
         "hdrs": [
+            "tests/*.h",
             "tests/cuda/plan_cases.h",
             "tests/cuda/simt/*.h",
         ],
@@ -112,6 +122,7 @@ PROGRAMS = {
             "tests/cuda/simt/grid/others.cc",
         ],
         "hdrs": [
+            "tests/*.h",
             "tests/cuda/*.cuh",
             "tests/cuda/*.h",
             "tests/cuda/simt/grid/*.h",
@@ -135,6 +146,7 @@ PROGRAMS = {
     "cuda_tests": {
         "srcs": ["tests/cuda/**/test_*.cu"],
         "hdrs": [
+            "tests/*.h",
             "tests/cuda/*.cuh",
             "tests/cuda/*.h",
         ],
@@ -145,6 +157,7 @@ PROGRAMS = {
         "hdrs": [
             "benchmarks/cuda/**/*.cuh",
             "benchmarks/cuda/**/*.h",
+            "tests/*.h",
             "tests/cuda/*.cuh",
             "tests/cuda/*.h",
         ],
