@@ -7,7 +7,7 @@ SETUP := @$(PYTHON) scripts/setup_env.py
 # in them is tested elsewhere too, so that once will do.
 SIMULATED := --ignore=tests/test_moe_simt.py --ignore=tests/test_plan_simt.py --ignore=tests/gpu
 
-.PHONY: setup prefill test test-oldest test-newest lint format sanitize mutants cuda test-gpu wheels bench docs-tables clean help
+.PHONY: setup prefill test test-oldest test-newest lint format sanitize bazel mutants cuda test-gpu wheels bench docs-tables clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ format: setup ## formats every source
 
 sanitize: ## C++ tests under ASan, UBSan and TSan, after the sanitizers caught planted faults
 	@$(PYTHON) scripts/sanitize.py
+
+bazel: setup ## the same targets by Bazel 4 or later: libraries, extensions, C++ tests
+	@scripts/bazel.sh
 
 mutants: setup ## plants faults in a copy of the sources, one by one: the tests must see each; ARGS=words
 	@.venv/bin/python scripts/mutants.py $(ARGS)

@@ -129,7 +129,7 @@ def _translated(group, sources):
     )
     return folder
 
-def cpp_tests(group):
+def cpp_tests(group):  # buildifier: disable=unnamed-macro
     """Every program of a group as a cc_test named by its path: //:tests/cpp/test_gemm.
 
     Args:
@@ -172,7 +172,7 @@ def cpp_tests(group):
             deps = [":%s_headers" % group],
         )
 
-def cuda_programs(group):
+def cuda_programs(group):  # buildifier: disable=unnamed-macro
     """Every program of a group, built by nvcc where it is found and asked for by name.
 
     Args:

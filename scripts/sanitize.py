@@ -115,7 +115,7 @@ def check_planted(kind: str, builder: Builder) -> None:
         print(f"{kind}: caught the planted {name}", flush=True)
 
 
-def tests(kind: str | None = None) -> dict[str, tuple[targets.Program, list[str]]]:
+def programs(kind: str | None) -> dict[str, tuple[targets.Program, list[str]]]:
     """Name -> program and the libraries it needs, of one sanitizer or of all."""
     return {
         program.name: (program, values["deps"])
@@ -128,7 +128,7 @@ def tests(kind: str | None = None) -> dict[str, tuple[targets.Program, list[str]
 def run_tests(kind: str, names: list[str], builder: Builder) -> list[str]:
     """Names of the tests that failed."""
     failed = []
-    for name, (program, deps) in sorted(tests(kind).items()):
+    for name, (program, deps) in sorted(programs(kind).items()):
         if names and name not in names:
             continue
         start = time.monotonic()
@@ -149,9 +149,10 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SANITIZERS), help="one of the two sanitizers")
     parser.add_argument("names", nargs="*", help="tests to run (default: all)")
     arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(tests()):
+    known = programs(None)
+    if unknown := set(arguments.names) - set(known):
         sys.exit(
-            f"no such test: {', '.join(sorted(unknown))}; there are {', '.join(sorted(tests()))}"
+            f"no such test: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
         )
     failed = []
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

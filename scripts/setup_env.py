@@ -31,7 +31,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 STAMP = ".jax-iser.json"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 DIRECTORIES = {"oldest": ".venv", "newest": ".venv-newest"}
-SOURCES = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "ffi", "jax_iser", "models")
+SOURCES = (
+    *("CMakeLists.txt", "targets.bzl", "scripts/targets.py", "pyproject.toml", "README.md"),
+    *("LICENSE", "ffi", "jax_iser", "models"),
+)
 NOT_SOURCES = {".so", ".pyc", ".pyi"}
 
 PROBE = """

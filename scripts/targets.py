@@ -2,7 +2,7 @@
 
     python3 scripts/targets.py cmake            # the list as CMake's variables
     python3 scripts/targets.py library cuda     # the sources of a library, one per line
-    python3 scripts/targets.py programs cpp     # the programs of a group, one source per line
+    python3 scripts/targets.py programs cpp     # the programs of groups, one source per line
 
 Standard library only.
 """
@@ -115,14 +115,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("cmake")
     commands.add_parser("library").add_argument("name", choices=list(LIBRARIES))
-    commands.add_parser("programs").add_argument("name", choices=list(PROGRAMS))
+    commands.add_parser("programs").add_argument("names", choices=list(PROGRAMS), nargs="+")
     arguments = parser.parse_args()
     if arguments.command == "cmake":
         lines = cmake_variables()
     elif arguments.command == "library":
         lines = library_files(arguments.name, "srcs")
     else:
-        lines = files(PROGRAMS[arguments.name]["srcs"])
+        lines = [path for name in arguments.names for path in files(PROGRAMS[name]["srcs"])]
     print(*lines, sep="\n")
 
 

@@ -1,117 +1,154 @@
-"""The build files name the same sources, and the sources that exist."""
+"""Every build has the targets of targets.bzl, and the list has every file that is there."""
 
-import ast
+import json
+import os
 import pathlib
 import re
-import runpy
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections import Counter
 
 import pytest
+import targets
+from targets import LIBRARIES, PROGRAMS
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-
-
-def on_disk(folder: str, pattern: str) -> set[str]:
-    return {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(pattern)}
+ROOT = targets.ROOT
 
 
-def cmake_list(name: str) -> set[str]:
-    """The items of `set(name ...)` in CMakeLists.txt."""
-    text = (ROOT / "CMakeLists.txt").read_text()
-    (items,) = re.findall(rf"^ *set\({name}\s([^)]*)\)", text, re.MULTILINE)
-    assert max(Counter(items.split()).values()) == 1, f"{name} names a file twice"
-    return set(items.split())
+HOST_GROUPS = [name for name, values in targets.PROGRAMS.items() if "cuda" not in values["deps"]]
 
 
-def cmake_isa_flags() -> dict[str, list[str]]:
-    """Source -> flags of its own in CMakeLists.txt."""
-    text = (ROOT / "CMakeLists.txt").read_text()
-    pattern = r'set_source_files_properties\((\S+) PROPERTIES\s+COMPILE_OPTIONS "([^"]*)"\)'
-    return {source: flags.split(";") for source, flags in re.findall(pattern, text)}
+def on_disk(folder: str, *suffixes: str) -> set[str]:
+    paths = (ROOT / folder).rglob("*")
+    return {str(path.relative_to(ROOT)) for path in paths if path.suffix in suffixes}
 
 
-class Strings(ast.NodeVisitor):
-    """Strings of a BUILD target, those under `select` apart."""
-
-    def __init__(self) -> None:
-        self.plain: list[str] = []
-        self.selected: list[str] = []
-
-    def visit_Call(self, node: ast.Call) -> None:
-        inner = Strings()
-        inner.generic_visit(node)
-        target = self.selected if getattr(node.func, "id", "") == "select" else self.plain
-        target += inner.plain
-        self.selected += inner.selected
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str):
-            self.plain.append(node.value)
+def includes(path: str) -> set[str]:
+    """The files of ours that a source includes, as paths below the root."""
+    found = set()
+    for name in re.findall(r'^#include "([^"]+)"', (ROOT / path).read_text(), re.MULTILINE):
+        beside = pathlib.Path(path).parent / name
+        found.add(str(beside) if (ROOT / beside).exists() else name)
+    return {name for name in found if (ROOT / name).exists()}
 
 
-def bazel_targets() -> dict[str, Strings]:
-    """Target name -> its strings. BUILD files are Python's grammar."""
-    targets = {}
-    for node in ast.parse((ROOT / "BUILD").read_text()).body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            names = [k.value for k in node.value.keywords if k.arg == "name"]
-            if names and isinstance(names[0], ast.Constant):
-                strings = Strings()
-                strings.generic_visit(node.value)
-                targets[str(names[0].value)] = strings
-    return targets
+def headers_of(deps: list[str]) -> set[str]:
+    return {path for name in targets.closure(deps) for path in targets.library_files(name, "hdrs")}
 
 
-def bazel_sources(pattern: str) -> set[str]:
-    found = [s for t in bazel_targets().values() for s in t.plain if re.fullmatch(pattern, s)]
-    assert max(Counter(found).values(), default=1) == 1, "BUILD names a file twice"
-    return set(found)
+def test_every_source_belongs_to_one_library():
+    sources = Counter(path for name in LIBRARIES for path in targets.library_files(name, "srcs"))
+    assert set(sources) == on_disk("ffi", ".cc", ".cu")
+    assert max(sources.values()) == 1, sources.most_common(3)
 
 
-def test_cmake_names_every_cpu_and_binding_source():
-    assert cmake_list("ISER_CPU_SOURCES") == on_disk("ffi/cpu", "*.cc")
-    bindings = on_disk("ffi/bindings", "*.cc")
-    of_cuda = {path for path in bindings if pathlib.Path(path).name.startswith("cuda_")}
-    assert cmake_list("ISER_BINDING_SOURCES") == bindings - of_cuda
-    assert cmake_list("ISER_CUDA_BINDING_SOURCES") == of_cuda
+def test_every_header_belongs_to_a_library():
+    assert headers_of(list(LIBRARIES)) == on_disk("ffi", ".h", ".cuh")
 
 
-def test_cuda_sources_are_looked_for_where_they_are():
-    """The CUDA list may be empty; a source outside ffi/cuda/ would be built by nothing."""
-    everywhere = on_disk("ffi", "*.cu")
-    assert everywhere == {path for path in everywhere if path.startswith("ffi/cuda/")}
+def test_every_program_belongs_to_a_group():
+    found = Counter(path for group in PROGRAMS for path in targets.files(PROGRAMS[group]["srcs"]))
+    programs = on_disk("tests", ".cc", ".cu") | on_disk("benchmarks/cuda", ".cc", ".cu")
+    shared = {path for group in PROGRAMS for path in targets.files(PROGRAMS[group].get("with", []))}
+    planted = on_disk("tests/cpp/planted", ".cc")
+    assert set(found) == programs - shared - planted
+    # What is translated for the simulator is the GPU's own program.
+    simulated = {
+        path
+        for values in PROGRAMS.values()
+        if values.get("translate")
+        for path in targets.files(values["srcs"])
+    }
+    assert {path for path, count in found.items() if count > 1} == simulated
 
 
-def test_bazel_names_the_sources_that_cmake_names():
-    cmake = cmake_list("ISER_CPU_SOURCES") | cmake_list("ISER_BINDING_SOURCES")
-    assert bazel_sources(r"ffi/(cpu|bindings)/.*\.cc") == cmake
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_libraries_include_what_they_declare(name):
+    """Bazel's sandbox has nothing else; here a missing dependency is found without it."""
+    known = headers_of([name])
+    files = targets.library_files(name, "srcs") + targets.library_files(name, "hdrs")
+    for path in files:
+        assert includes(path) <= known, f"{path} needs deps or hdrs in targets.bzl for {name}"
 
 
-def test_bazel_names_every_header():
-    headers = (
-        on_disk("ffi/core", "*.h") | on_disk("ffi/cpu", "*.h") | on_disk("ffi/bindings", "*.h")
-    )
-    assert bazel_sources(r"ffi/(core|cpu|bindings)/.*\.h") == headers
+@pytest.mark.parametrize("group", PROGRAMS)
+def test_programs_include_what_they_declare(group):
+    values = PROGRAMS[group]
+    hdrs = targets.files(values["hdrs"])
+    own = [path for path in targets.files(values.get("with", [])) if path.startswith("tests/")]
+    known = headers_of(values["deps"]) | set(hdrs)
+    for path in [*targets.files(values["srcs"]), *own, *hdrs]:
+        missing = {name for name in includes(path) if not name.endswith(".cu")} - known
+        assert not missing, f"{path} needs deps or hdrs in targets.bzl for {group}: {missing}"
 
 
-def test_every_build_gives_a_source_the_same_instruction_set():
-    cmake = cmake_isa_flags()
-    assert set(cmake) == {"ffi/cpu/gemm_avx2.cc", "ffi/cpu/gemm_avx512.cc"}
-    targets = bazel_targets()
-    sanitized = runpy.run_path(str(ROOT / "scripts" / "sanitize.py"))["ISA_FLAGS"]
-    for source, flags in cmake.items():
-        name = pathlib.Path(source).stem
-        assert [flag for flag in targets[name].selected if flag.startswith("-m")] == flags
-        assert sanitized[f"{name}.cc"] == flags
+def test_bazel_has_every_target():
+    text = (ROOT / "BUILD").read_text()
+    for name in set(LIBRARIES) - {"bindings", "cuda_bindings"}:
+        assert f'_library(name = "{name}"' in text or f'    name = "{name}",' in text, name
+    for name in ("bindings", "cuda_bindings"):
+        assert f'library_files("{name}", "srcs")' in text
+    assert "for group, fields in PROGRAMS.items()" in text
+
+
+@pytest.fixture(scope="module")
+def compile_commands(tmp_path_factory) -> dict[str, str]:
+    """Source -> command of a CMake build that has every program."""
+    cmake = shutil.which("cmake", path=f"{pathlib.Path(sys.executable).parent}:{os.defpath}")
+    if cmake is None:
+        pytest.skip("cmake is neither beside Python nor on PATH")
+    build = tmp_path_factory.mktemp("cmake")
+    command = [cmake, "-S", ROOT, "-B", build, "-DISER_INPLACE=OFF"]
+    command += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    if xla := oldest_ffi_headers():
+        command.append(f"-DISER_XLA_FFI_INCLUDE={xla}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    commands = json.loads((build / "compile_commands.json").read_text())
+    found = {}
+    for each in commands:
+        path = each["file"].replace(f"{build}/translated/", "").replace(f"{ROOT}/", "")
+        found[path] = each["command"]
+    return found
+
+
+def oldest_ffi_headers() -> str | None:
+    """Those of .venv: the library is built against the oldest."""
+    pattern = ".venv/lib/python3.*/site-packages/jaxlib/include"
+    return next((str(path) for path in ROOT.glob(pattern)), None)
+
+
+def test_cmake_compiles_every_source_and_program(compile_commands):
+    wanted = set(targets.host_sources(["bindings"]))
+    for group in HOST_GROUPS:
+        wanted |= {path for program in targets.programs(group) for path in program.sources}
+    ours = {path for path in compile_commands if path.startswith(("ffi/", "tests/"))}
+    assert ours == wanted
+
+
+def test_cmake_compiles_with_the_flags_of_the_list(compile_commands):
+    for path in targets.host_sources(["bindings"]):
+        words = compile_commands[path].split()
+        extra = [word for word in words if word.startswith(("-mavx", "-mfma", "-mf16c"))]
+        assert extra == targets.isa_copts(path), path
+        assert set(targets.COPTS) <= set(words), path
+
+
+def test_the_list_gives_instruction_sets_by_name():
+    assert targets.isa_copts("ffi/cpu/gemm_avx2.cc", "x86_64") == ["-mavx2", "-mfma", "-mf16c"]
+    assert "-mavx512f" in targets.isa_copts("ffi/cpu/gemm_avx512.cc", "x86_64")
+    assert targets.isa_copts("ffi/cpu/gemm_avx2.cc", "aarch64") == []
+    assert targets.isa_copts("ffi/cpu/gemm.cc", "x86_64") == []
 
 
 def test_no_build_lets_the_compiler_fuse_products_and_sums():
-    for name in ("CMakeLists.txt", "BUILD", "scripts/sanitize.py"):
+    assert "-ffp-contract=off" in targets.COPTS
+    for name in ("CMakeLists.txt", "bazel/cpp.bzl", "scripts/sanitize.py"):
+        assert re.search(r"\bCOPTS|ISER_COPTS", (ROOT / name).read_text()), name
+    for name in ("CMakeLists.txt", "BUILD", "targets.bzl", "bazel/cpp.bzl", "scripts/sanitize.py"):
         text = (ROOT / name).read_text()
-        assert "-ffp-contract=off" in text, name
         for flag in ("-ffast-math", "-funsafe-math", "-march="):
             assert flag not in text, f"{name}: {flag}"
 
@@ -168,16 +205,3 @@ def test_the_built_package_has_the_version_of_the_sources():
         pytest.skip("jax_iser runs from the checkout and is not installed")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert installed == project["project"]["version"]
-
-
-def test_bazel_builds_the_core(tmp_path):
-    bazel = shutil.which("bazel") or pytest.skip("bazel is not installed")
-    output = ["--output_user_root", str(tmp_path), "--max_idle_secs=5"]
-    build = ["build", "--noshow_progress", "--symlink_prefix=/", "//:core", "//:gemm"]
-    done = subprocess.run(
-        [bazel, *output, *build], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    unreachable = ("Unknown host", "Connection refused", "Network is unreachable", "timed out")
-    if done.returncode and any(words in done.stderr for words in unreachable):
-        pytest.skip(f"bazel could not fetch its own rules: {done.stderr.splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr

@@ -12,15 +12,17 @@ import subprocess
 import sys
 
 import pytest
+import targets
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = targets.ROOT
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH or in CXX")
 
-# Fortified jumps take a change of stacks for a fault.
-FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-pthread"]
-SOURCES = ["ffi/cuda/fused_moe.cu", "tests/cuda/test_fused_moe.cu"]
+(PROGRAM,) = targets.programs("moe_simt")
+FLAGS = [*PROGRAM.copts, "-pthread"]
+# The kernels, the test program, and what stands in for the other ops.
+SOURCES = sorted(PROGRAM.sources, key=lambda path: (path.endswith(".cc"), path))
 CASES = [
     "refusals",
     "first:",
@@ -241,7 +243,7 @@ def compile_objects(
     names = [
         str(path.relative_to(root))
         for folder in ("ffi/cuda", "tests/cuda")
-        for path in (root / folder).glob("*.cu*")
+        for path in (root / folder).rglob("*.cu*")
     ]
     translate = [sys.executable, root / "tests/cuda/simt/translate.py", translated, *names]
     subprocess.run(translate, cwd=root, check=True, timeout=60)
@@ -249,9 +251,8 @@ def compile_objects(
     for source in sources:
         path = translated / source if source.endswith(".cu") else root / source
         objects.append(out / f"{path.stem}.o")
-        include = [f"-I{translated}", f"-I{root}/tests/cuda/simt/grid", f"-I{root}"]
-        build = [CXX, *FLAGS, *include, "-x", "c++", "-c", path, "-o", objects[-1]]
-        built = subprocess.run(build, capture_output=True, text=True, timeout=300)
+        build = [CXX, f"-I{translated}", *FLAGS, "-x", "c++", "-c", path, "-o", objects[-1]]
+        built = subprocess.run(build, cwd=root, capture_output=True, text=True, timeout=300)
         assert built.returncode == 0, built.stderr
     return objects
 
@@ -264,7 +265,7 @@ def link(objects: list[pathlib.Path], program: pathlib.Path) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     out = tmp_path_factory.mktemp("moe")
-    return compile_objects(ROOT, out, [*SOURCES, "tests/cuda/simt/grid/others.cc"])
+    return compile_objects(ROOT, out, SOURCES)
 
 
 def run(program: pathlib.Path, case: str) -> subprocess.CompletedProcess:
@@ -288,9 +289,11 @@ def plant(root: pathlib.Path, file: str, right: str, wrong: str) -> None:
         shutil.copytree(ROOT / folder, root / folder)
     for header in (ROOT / "tests").glob("*.h"):
         shutil.copy(header, root / "tests")
-    text = (root / file).read_text()
+    folder, _, name = file.rpartition("/")
+    (path,) = (root / folder).rglob(name)
+    text = path.read_text()
     assert right in text
-    (root / file).write_text(text.replace(right, wrong))
+    path.write_text(text.replace(right, wrong))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -305,7 +308,7 @@ def test_faults_are_noticed(fault, objects, tmp_path):
 def test_host_copies_of_unwritten_memory_are_noticed(objects, tmp_path):
     case, name, right, wrong = ORACLE_FAULT
     plant(tmp_path, f"tests/cuda/{name}", right, wrong)
-    changed = compile_objects(tmp_path, tmp_path, SOURCES[1:])
+    changed = compile_objects(tmp_path, tmp_path, SOURCES[1:2])
     result = run(link([objects[0], *changed, objects[2]], tmp_path / "moe"), case)
     assert result.returncode == 9, result.stdout + result.stderr
     assert "words that nothing has written" in result.stderr

@@ -10,8 +10,9 @@ import shutil
 import subprocess
 
 import pytest
+import targets
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = targets.ROOT
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH or in CXX")
@@ -56,8 +57,8 @@ FAULTS = {
 
 
 def run(root: pathlib.Path, out: pathlib.Path, cases: int) -> subprocess.CompletedProcess:
-    flags = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", "-Itests/cuda/simt", "-I."]
-    build = [CXX, *flags, "tests/cuda/test_plan_simt.cc", "-o", str(out)]
+    (program,) = targets.programs("plan_simt")
+    build = [CXX, *program.copts, *program.sources, "-o", str(out)]
     built = subprocess.run(build, cwd=root, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
     return subprocess.run([out, str(cases)], capture_output=True, text=True, timeout=300)
@@ -74,7 +75,7 @@ def test_faults_are_noticed(fault, tmp_path):
     name, right, wrong = FAULTS[fault]
     for folder in ("ffi/core", "ffi/cuda", "tests/cuda"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    source = tmp_path / "ffi/cuda" / name
+    (source,) = (tmp_path / "ffi/cuda").rglob(name)
     text = source.read_text()
     assert right in text
     source.write_text(text.replace(right, wrong))

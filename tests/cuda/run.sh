@@ -12,6 +12,7 @@ cd "$(dirname "$0")/../.."
 build=${ISER_CUDA_BUILD:-build/cuda}
 out=${OUT:-$build}
 gpus=${GPUS:-1}
+python=${PYTHON:-python3}
 mkdir -p "$build" "$out"
 
 compile() {  # one program of one source and every op; objects of the ops are shared
@@ -19,16 +20,18 @@ compile() {  # one program of one source and every op; objects of the ops are sh
 }
 
 build_all() {
-  local source object name pids=() objects=()
-  for source in ffi/cuda/*.cu; do
-    object="$build/$(basename "$source" .cu).o"
+  local source object name pids=() objects=() libraries programs
+  libraries=$("$python" scripts/targets.py library cuda)
+  programs=$("$python" scripts/targets.py programs cuda_tests cuda_benchmarks)
+  for source in $libraries; do
+    object="$build/${source//\//.}.o"
     objects+=("$object")
     [[ "$object" -nt "$source" && -z "$(find ffi -name '*.*h' -newer "$object")" ]] && continue
     compile -c "$source" -o "$object" & pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
   pids=()
-  for source in tests/cuda/test_*.cu benchmarks/cuda/bench_*.cu; do
+  for source in $programs; do
     name=$(basename "$source" .cu)
     compile "$source" "${objects[@]}" -o "$build/$name" -ldl & pids+=($!)
   done
@@ -43,11 +46,8 @@ run_tests() {
   return $failed
 }
 
-# Under the sanitizers; ASan knows that it does not follow fibers.
 run_simt() {
-  "${CXX:-g++}" -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined \
-    -Wno-unknown-pragmas -Itests/cuda/simt -I. tests/cuda/test_plan_simt.cc -o "$build/test_simt"
-  timeout "${LIMIT:-240}" "$build/test_simt" "${CASES:-5}"
+  "$python" scripts/sanitize.py --only address test_plan_simt
 }
 
 run_benchmarks() {
