@@ -273,8 +273,14 @@ def baselines(tree: Tree, mutants: list[Mutant]) -> None:
 
 
 def named(mutants: list[Mutant], words: list[str]) -> list[Mutant]:
-    """Those whose group is one of the words, or whose name has one."""
-    return [m for m in mutants if not words or m.group in words or any(w in m.name for w in words)]
+    """Those of the groups that are named, and those whose name has one of the other words."""
+    groups = {mutant.group for mutant in mutants} & set(words)
+    parts = [word for word in words if word not in groups]
+    return [
+        mutant
+        for mutant in mutants
+        if not words or mutant.group in groups or any(part in mutant.name for part in parts)
+    ]
 
 
 def in_order(mutants: list[Mutant], root: pathlib.Path, python_only: bool) -> list[Mutant]:
