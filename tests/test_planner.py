@@ -322,6 +322,9 @@ def test_gain_threshold_is_in_thousandths():
     counts[:, 0] = 15  # R = 60 / 45 = 1.333...
     assert planner.plan_counts(counts, gain_threshold=1333, min_group_size=1).num_broadcasts
     assert not planner.plan_counts(counts, gain_threshold=1334, min_group_size=1).num_broadcasts
+    counts[:, 0] = 30  # R = 120 / 60 = 2, to the thousandth
+    assert planner.plan_counts(counts, gain_threshold=2000, min_group_size=1).num_broadcasts
+    assert not planner.plan_counts(counts, gain_threshold=2001, min_group_size=1).num_broadcasts
 
 
 def test_resident_marks_only_whole_groups_in_place():
@@ -376,7 +379,9 @@ def test_per_slot_follows_the_book(plan_counts):
     num_tied, ways_seen = 0, set()
     for seed in range(40):
         num_ranks, min_group_size = ((8, 4), (8, 1), (16, 2), (6, 1))[seed % 4]
-        counts = random_counts(num_ranks, 4, ("W1", "W2", "W3", "skewed", "ties")[seed % 5], seed)
+        counts = random_counts(
+            num_ranks, 4, ("W1", "W2", "W3", "skewed", "ties")[seed // 4 % 5], seed
+        )
         plan = plan_counts(counts, min_group_size=min_group_size, copy_rule="per_slot")
         expected, is_tied = copy_ways_by_the_book(plan, num_ranks, min_group_size)
         assert [row[5] for row in rows_of(plan)] == expected, f"seed {seed}"
@@ -384,6 +389,18 @@ def test_per_slot_follows_the_book(plan_counts):
         ways_seen |= set(expected)
     assert num_tied > 3, "no tie is tested"
     assert ways_seen == {twin.OWNER_DIRECT, twin.SAMI}
+
+
+@pytest.mark.parametrize("plan_counts", [planner.plan_counts, twin.plan_counts])
+def test_a_group_that_an_outsider_exports_to_is_not_pure(plan_counts):
+    """By hand, in units of 8 routes: T = 45, and the upper four ranks have no room."""
+    counts = np.zeros((8, 16), np.int32)
+    counts[:, 0], counts[:, 1], counts[:, 8] = 60, 50, 100  # of ranks 0, 0 and 4
+    counts[:, [10, 12, 14]] = 50
+    rows = rows_of(plan_counts(counts, copy_rule="per_slot"))
+    assert [row[:4] for row in rows[:3]] == [(0, 0, 1, 0), (8, 4, 1, 0), (1, 0, 1, 0)]
+    # Both of rank 0 go to its own group; the first is its widest, the second would have to be pure.
+    assert [row[5] for row in rows[:3]] == [twin.OWNER_DIRECT, twin.SAMI, twin.SAMI]
 
 
 def test_the_default_copy_rule_is_a_domains():
