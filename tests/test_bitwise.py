@@ -134,6 +134,24 @@ def test_residents_are_not_copied_again():
         check_residents(domain, problem)
 
 
+def test_residents_of_another_version_are_forgotten_by_a_call_that_copies_nothing():
+    """Its table starts empty: a later call must not find the old version's experts in it."""
+    problem = make_problem("W2", num_experts=32, top_k=4)
+    changed = dataclasses.replace(
+        problem, weights=type(problem.weights)(*(plane + 1 for plane in problem.weights))
+    )
+    ids = np.arange(problem.topk_ids.size, dtype=np.int32) % 32  # as many for every expert
+    level = dataclasses.replace(changed, topk_ids=ids.reshape(problem.topk_ids.shape))
+    with make_domain(problem, resident=True, bank="per_layer") as domain:
+        assert run_layer(problem, domain=domain)[1].num_broadcasts > 0
+        options = {"weights_version": 1}
+        assert run_layer(level, domain=domain, options=options)[1].num_broadcasts == 0
+        y, plan = run_layer(changed, domain=domain, options=options)
+        assert (plan.broadcasts[: plan.num_broadcasts, 5] == 0).all()
+        assert assert_replicas(domain, changed, plan) > 0
+        assert_same_bits(y, run_layer(changed, domain=domain, options=options | OFF)[0])
+
+
 def test_residents_survive_other_routes():
     """Plans that want other experts evict, and residency never shows old bytes for new."""
     with make_domain(
