@@ -25,3 +25,17 @@ from jax_iser.replication import start as start
 from jax_iser.shared_expert import shared_expert as shared_expert
 
 __version__ = "0.1.0"
+
+_LAZY = ("models", "nnx")  # they import Flax, which callers of moe_layer need not wait for
+
+
+def __getattr__(name):
+    if name in _LAZY:
+        import importlib
+
+        return importlib.import_module(f"jax_iser.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *_LAZY})

@@ -43,6 +43,12 @@ def check_integer(name: str, value, *, least: int | None = None) -> int:
     return value
 
 
+def check_flag(name: str, value) -> None:
+    """Raises TypeError for what is neither True nor False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r} is not True or False")
+
+
 @dataclasses.dataclass(frozen=True)
 class DomainConfig:
     """Sizes, layout and knobs of a Domain; hashable, part of every compiled program.
@@ -128,8 +134,9 @@ class DomainConfig:
                 if not -(2**31) <= value < 2**31:
                     raise ValueError(f"{field.name}={value} is no 32-bit integer; lower it")
                 object.__setattr__(self, field.name, value)
-            elif field.type == "bool" and not isinstance(value, bool):
-                raise TypeError(f"{field.name}={value!r} is not True or False")
+            elif field.type == "bool":
+                check_flag(field.name, value)
+                object.__setattr__(self, field.name, bool(value))
             elif field.type.startswith("float") and isinstance(value, (str, bool)):
                 raise TypeError(f"{field.name}={value!r} is not a number of seconds")
 

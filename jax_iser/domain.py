@@ -49,6 +49,10 @@ class DomainHandle:
         return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else None
 
 
+# A library that meets a handle in a checkpoint shows its key in errors: here the remedy.
+_HANDLE_KEY = "not_a_weight__save_nnx_state_of_jax_iser_nnx_WEIGHTS"
+
+
 def _flatten_handle(handle):
     # Every call of a program comes by here: in a forked child it would never end.
     _fork.refuse()
@@ -57,7 +61,7 @@ def _flatten_handle(handle):
 
 jax.tree_util.register_pytree_with_keys(
     DomainHandle,
-    lambda handle: (((jax.tree_util.GetAttrKey("words"), handle.words),), handle.config),
+    lambda handle: (((jax.tree_util.GetAttrKey(_HANDLE_KEY), handle.words),), handle.config),
     lambda config, leaves: DomainHandle(leaves[0], config),
     _flatten_handle,
 )

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_iser.config import check_flag, check_integer
+
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
 
@@ -29,8 +31,15 @@ def check_router_arguments(
     score_function: str = "softmax",
     num_groups: int | None = None,
     top_k_groups: int | None = None,
+    norm_topk_prob: bool = True,
 ) -> None:
-    """Raises ValueError, naming both values, for a router that cannot be built."""
+    """Raises ValueError or TypeError, naming both values, for a router that cannot be built."""
+    check_flag("norm_topk_prob", norm_topk_prob)
+    check_integer("num_experts", num_experts)
+    check_integer("top_k", top_k)
+    for name, value in (("num_groups", num_groups), ("top_k_groups", top_k_groups)):
+        if value is not None:
+            check_integer(name, value)
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function={score_function!r} is not one of {SCORE_FUNCTIONS}")
     if not 1 <= top_k <= num_experts:
@@ -110,7 +119,9 @@ def route(
     Source: DeepSeek-V3 technical report, section 2.1.2; auxiliary-loss-free balancing.
     """
     num_experts = logits.shape[-1]
-    check_router_arguments(num_experts, top_k, score_function, num_groups, top_k_groups)
+    check_router_arguments(
+        num_experts, top_k, score_function, num_groups, top_k_groups, norm_topk_prob
+    )
     logits = logits.astype(jnp.float32)
     softmax = score_function == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_iser import _ffi
+from jax_iser.config import check_integer
 
 
 def gated_mlp(x, gate, up, down):
@@ -89,5 +90,10 @@ def _check(x, gate, up, down, sms):
             raise TypeError(f"{name} is {plane.dtype}, x is {x.dtype}; cast it")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"x is {x.dtype}, expected bfloat16 or float32")
-    if sms is not None and not 1 <= sms <= 1024:
-        raise ValueError(f"sms={sms} is outside 1..1024; leave it out for XLA's own products")
+    check_sms("sms", sms)
+
+
+def check_sms(name: str, sms: int | None) -> None:
+    """Raises TypeError or ValueError for a budget of SMs that is none."""
+    if sms is not None and not 1 <= check_integer(name, sms) <= 1024:
+        raise ValueError(f"{name}={sms} is outside 1..1024; leave it out for XLA's own products")

@@ -102,7 +102,7 @@ class Block(nnx.Module):
             routed_scaling_factor=c.routed_scaling_factor,
             norm_topk_prob=c.norm_topk_prob,
             num_shared_experts=c.num_shared_experts,
-            shared_intermediate_size=c.shared_intermediate_size,
+            shared_intermediate_size=c.shared_intermediate_size if c.num_shared_experts else None,
             param_dtype=param_dtype,
             layer=layer,
             rngs=rngs,
@@ -247,7 +247,11 @@ def prefill(
     logits, recorded = nnx.capture(forward, nnx.Intermediate)(model)
     layers = recorded["layers"]
     return logits, [
-        {name: value[0] for name, value in nnx.to_pure_dict(layers[i]["moe"]).items()}
+        {
+            name: value[0]
+            for name, value in nnx.to_pure_dict(layers[i]["moe"]).items()
+            if name != "router_logits"  # tokens x experts of each layer: larger than all the rest
+        }
         for i in range(len(model.layers))
     ]
 

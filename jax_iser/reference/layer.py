@@ -23,6 +23,11 @@ def _select_layer(weights, layer):
     """The planes of one layer, `[V*H, ...]`, of weights that may come stacked `[L, ...]`."""
     gate, up, down = weights
     if fp8.is_stacked(gate):
+        if gate.shape[0] == 0:
+            raise ValueError(
+                f"gate has shape {gate.shape}: the weights are stacked over 0 layers; stack those "
+                "of one layer or more"
+            )
         return gate[layer], up[layer], down[layer]
     return gate, up, down
 
@@ -35,6 +40,20 @@ def _counts(topk_ids, num_experts, ranks_here, axis_name):
     here = jax.vmap(lambda row: jnp.bincount(row, length=num_experts + 1)[:-1])(ids)
     here = here.astype(jnp.int32)
     return here if axis_name is None else lax.all_gather(here, axis_name, tiled=True)
+
+
+def _differing_as(operand, result):
+    """A result marked, for `shard_map`'s check, as differing along the axes that `operand` does."""
+    axes = jax.typeof(operand).manual_axis_type.varying
+    missing = tuple(axes - jax.typeof(result).manual_axis_type.varying)
+    return lax.pcast(result, missing, to="varying") if missing else result
+
+
+def _alike(array, axis_name):
+    """An array that all ranks have alike, and that `shard_map`'s check then knows to be."""
+    if axis_name is None or axis_name not in jax.typeof(array).manual_axis_type.varying:
+        return array
+    return lax.pmax(array, axis_name)
 
 
 def _plan_on_host(ids, counts, first_rank, *, ranks_here, knobs):
@@ -79,6 +98,10 @@ def _plan(topk_ids, num_experts, ranks_here, axis_name, balance, knobs):
         broadcasts = jnp.full((rows, 6), -1, jnp.int32)
         quota = jnp.zeros((rows, num_ranks), jnp.int32)
         num_broadcasts, load = jnp.int32(0), load_before
+    route_slot = _differing_as(topk_ids, route_slot)
+    broadcasts, quota, num_broadcasts, load_before, load = (
+        _alike(array, axis_name) for array in (broadcasts, quota, num_broadcasts, load_before, load)
+    )
     return Plan(
         route_slot=route_slot,
         broadcasts=broadcasts,
@@ -146,6 +169,11 @@ def moe_layer(
     gate, up, down = _select_layer(weights, layer)
     devices = 1 if axis_name is None else lax.axis_size(axis_name)
     num_experts = gate.shape[0] * devices
+    if domain is not None and num_experts != domain.config.num_experts:
+        raise ValueError(
+            f"the weights are of {num_experts} experts on {devices} devices, the Domain was made "
+            f"for num_experts={domain.config.num_experts}; pass the weights of all its experts"
+        )
     if gate.shape[0] % ranks_here or x.shape[0] % ranks_here:
         raise ValueError(
             f"{gate.shape[0]} experts and {x.shape[0]} tokens on a device must both be divisible "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -22,28 +23,41 @@ def check_module(module, handle, name):
     if module.dtype is not None and module.method == "fused":
         check_dtype(module, jnp.dtype(module.dtype), config, name)
     check_devices(module, handle, name)
+
+
+def stack_size(module) -> int | None:
+    """Layers that the expert planes of a module are stacked over; None where they are not."""
     gate = module.gate.get_value()
-    if gate.ndim != (2 if fp8.is_fp8(gate) else 3):
-        raise ValueError(
-            f"{name} is stacked: its gate has shape {gate.shape}, and a handle has no such axis; "
-            "detach it, and pass domain=domain.handle and layer= to its calls in nnx.scan"
-        )
+    return gate.shape[0] if fp8.is_stacked(gate) else None
 
 
-def check_layers(modules, config):
-    for name, module in modules.items():
-        if not 0 <= module.layer < config.num_layers:
-            needed = 1 + max(each.layer for each in modules.values())
+def unstacked(handle):
+    """A handle that `attach` gave to a stacked module, as one layer takes it."""
+    if handle.words.ndim == 2:
+        return handle
+    return dataclasses.replace(handle, words=handle.words[0])
+
+
+def check_variables(module):
+    """Weights have the shapes of the module's sizes, whatever was restored or assigned."""
+    e, d, i = module.num_experts, module.hidden_size, module.intermediate_size
+    planes: dict[str, tuple[int, ...]] = {"gate": (e, i, d), "up": (e, i, d), "down": (e, d, i)}
+    if module.weight_dtype is not None:
+        planes = dict.fromkeys(planes, (e, fp8.plane_bytes(i, d)))
+    expected = {"router": (e, d)} | planes
+    if module.routed_bias is not None:
+        expected["routed_bias"] = (e,)
+    num_stacked = stack_size(module)
+    for name, shape in expected.items():
+        found = getattr(module, name).get_value().shape
+        is_stacked = len(found) == len(shape) + 1 and found[0] == num_stacked
+        if found != shape and not (is_stacked and found[1:] == shape):
             raise ValueError(
-                f"{name} has layer={module.layer}, outside the Domain's num_layers="
-                f"{config.num_layers}; make the Domain with num_layers={needed}"
+                f"{name} has shape {found}, this MoE expects {shape} (num_experts={e}, "
+                f"hidden_size={d}, intermediate_size={i}); assign or restore weights of its sizes"
             )
-    layers = [module.layer for module in modules.values() if module.method == "fused"]
-    if config.resident and len(set(layers)) < len(layers):
-        raise ValueError(
-            f"the Domain keeps replicas by layer (resident=True), and modules share one: layers "
-            f"{layers}; give each MoE its own layer="
-        )
+    if num_stacked == 0:
+        raise ValueError("this MoE is stacked over 0 layers; stack one layer or more")
 
 
 def check_dtype(module, dtype, config: DomainConfig, name):
@@ -60,30 +74,33 @@ def check_dtype(module, dtype, config: DomainConfig, name):
 
 
 def check_devices(module, handle, name):
-    """Equal devices in equal order, where the handle's are known."""
-    mesh, theirs = module.mesh, handle.devices
+    """Equal devices in equal order, where the handle's are known, along the module's axis."""
+    mesh, theirs, config = module.mesh, handle.devices, handle.config
     if mesh is None:
-        if handle.config.num_devices > 1:
+        if config.num_devices > 1:
             raise ValueError(
-                f"the Domain spans {handle.config.num_devices} devices, {name} has no mesh; make "
+                f"the Domain spans {config.num_devices} devices, {name} has no mesh; make "
                 "it with the Domain's"
             )
         return
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return
-    ours = list(mesh.devices.flat)
-    if theirs == ours or (theirs is None and handle.config.num_devices == len(ours)):
-        return
     others = {axis: size for axis, size in mesh.shape.items() if axis != module.axis and size > 1}
-    found = handle.config.num_devices if theirs is None else _names(theirs)
-    raise ValueError(
-        f"the Domain is on devices {found}, {name} on {_names(ours)}; make both with one mesh"
-        + (
-            f", without the other axes {others}: one program drives one expert-parallel group"
-            if others
-            else f': Domain(mesh, "{module.axis}", ...) with the mesh of the MoE'
-        )
+    remedy = "make both with one mesh" + (
+        f", without the other axes {others}: one program drives one expert-parallel group"
+        if others
+        else f': Domain(mesh, "{module.axis}", ...) with the mesh of the MoE'
     )
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        ours = list(mesh.devices.flat)
+        if theirs not in (ours, None) or config.num_devices != len(ours):
+            found = config.num_devices if theirs is None else _names(theirs)
+            raise ValueError(
+                f"the Domain is on devices {found}, {name} on {_names(ours)}; {remedy}"
+            )
+    if mesh.shape[module.axis] != config.num_devices or others:
+        raise ValueError(
+            f"the Domain spans {config.num_devices} devices, {name} {mesh.shape[module.axis]} of "
+            f'axis "{module.axis}" of the mesh {dict(mesh.shape)}; {remedy}'
+        )
 
 
 def _names(devices):
