@@ -36,8 +36,18 @@ extern "C" void expert(int num_rows, int hidden, int intermediate, int dtype, co
                        const void* gate, const void* up, const void* down, void* const* y) {
   using iser::cpu::DType;
   const auto type = static_cast<DType>(dtype);
+  iser::cpu::ExpertTile tile{};
+  tile.rows = x;
+  tile.out_rows = y;
+  tile.num_rows = num_rows;
+  tile.gate = gate, tile.up = up, tile.down = down;
+  tile.hidden = hidden;
+  tile.intermediate = intermediate;
+  tile.dtype = type;
+  tile.weight_format =
+      type == DType::kF32 ? iser::WeightFormat::kFloat32 : iser::WeightFormat::kBFloat16;
   iser::cpu::expert_tile(
-      {x, y, num_rows, gate, up, down, hidden, intermediate, type},
+      tile,
       scratch_of(iser::cpu::expert_tile_scratch_bytes(hidden, intermediate, num_rows, type)));
 }
 

@@ -131,6 +131,10 @@ struct TileRunner {
                          : invocation.call.weights[i] + home_idx * bundle.planes[i].bytes;
     }
     tile.gate = planes[kGatePlane], tile.up = planes[kUpPlane], tile.down = planes[kDownPlane];
+    if (!shape.has_biases) return;
+    tile.gate_bias = reinterpret_cast<const float*>(planes[kGateBiasPlane]);
+    tile.up_bias = reinterpret_cast<const float*>(planes[kUpBiasPlane]);
+    tile.down_bias = reinterpret_cast<const float*>(planes[kDownBiasPlane]);
   }
 
   void run(const Wave& wave, size_t index) const {
@@ -146,15 +150,22 @@ struct TileRunner {
                 shape.token_bytes() * (row.route / shape.top_k);
       out_rows[i] = source.section<uint8_t>(Section::kCombine) + shape.row_bytes() * row.route;
     }
-    ExpertTile expert{
-        rows.data(),  out_rows.data(),    tile.count,           nullptr,       nullptr, nullptr,
-        shape.hidden, shape.intermediate, domain.options.dtype, shape.is_fp8()};
+    ExpertTile expert{};
+    expert.rows = rows.data();
+    expert.out_rows = out_rows.data();
+    expert.num_rows = tile.count;
+    expert.hidden = shape.hidden;
+    expert.intermediate = shape.intermediate;
+    expert.dtype = domain.options.dtype;
+    expert.weight_format = shape.weight_format;
+    expert.activation = shape.activation;
     weights_of(tile.slot, expert);
     const size_t bytes =
         expert_tile_scratch_bytes(shape.hidden, shape.intermediate, tile.count, expert.dtype);
-    const size_t row_bytes = shape.is_fp8() ? sizeof(float) * tile.count * shape.hidden : 0;
+    const bool has_scales = shape.token_format == TokenFormat::kFloat8Row128;
+    const size_t row_bytes = has_scales ? sizeof(float) * tile.count * shape.hidden : 0;
     std::byte* scratch = thread_scratch(bytes + row_bytes);
-    if (shape.is_fp8()) dequantize_rows(reinterpret_cast<float*>(scratch + bytes), rows);
+    if (has_scales) dequantize_rows(reinterpret_cast<float*>(scratch + bytes), rows);
     expert_tile(expert, scratch);
     domain.charge(invocation.call.layer, rank, thread_cpu_ns() - begin, tile.count);
     report(wave, tile);
@@ -212,7 +223,7 @@ void publish_tokens(Domain& domain, const Invocation& invocation, const FusedCal
     }
     if (bytes > 0) std::memset(call.y + local_idx * bytes, 0xff, bytes);
   }
-  if (shape.is_fp8()) {
+  if (shape.token_format == TokenFormat::kFloat8Row128) {
     domain.options.dtype == DType::kF32 ? quantize_tokens<F32>(shape, tokens, x, published)
                                         : quantize_tokens<BF16>(shape, tokens, x, published);
   } else if (bytes > 0) {

@@ -1,4 +1,4 @@
-// The expert's matrix products on a CPU: down(silu(gate x) * up x) for a tile of rows.
+// The expert's matrix products on a CPU: down(act(gate x, up x)) for a tile of rows, with biases.
 //
 // Every output element is one chain of fused multiply-adds in increasing k, whatever the tile, the
 // panel or the instruction set. So a row's bits depend on the row and the weights alone: not on the
@@ -7,6 +7,9 @@
 #pragma once
 
 #include <cstddef>
+
+#include "ffi/core/activation.h"
+#include "ffi/core/bundle.h"
 
 namespace iser::cpu {
 
@@ -18,24 +21,27 @@ struct ExpertTile {
   const void* const* rows;  // [num_rows] -> [hidden]
   void* const* out_rows;    // [num_rows] -> [hidden], disjoint from inputs and weights
   int num_rows;             // 0 is allowed
-  const void* gate;         // [intermediate, hidden], contiguous
-  const void* up;           // [intermediate, hidden], contiguous
-  const void* down;         // [hidden, intermediate], contiguous
+  const void* gate;         // [intermediate, hidden], contiguous, scales behind it
+  const void* up;           // [intermediate, hidden], likewise
+  const void* down;         // [hidden, intermediate], likewise
+  const float* gate_bias;   // [intermediate]; null for an expert without biases, as the next two
+  const float* up_bias;     // [intermediate]
+  const float* down_bias;   // [hidden]
   int hidden;
   int intermediate;
-  DType dtype;  // of everything above; with FP8 of out_rows alone
-  // Planes are e4m3 with scales (ffi/core/fp8.h), rows are f32; hidden and intermediate are
-  // multiples of 128.
-  bool is_fp8 = false;
+  DType dtype;  // of out_rows, and of rows but where the weights have scales: then they are f32
+  WeightFormat weight_format = WeightFormat::kFloat32;  // of dtype's elements, or with scales
+  Activation activation = {};
 };
 
 // Bytes of scratch that a call with at most `max_rows` rows needs, on any ISA.
 size_t expert_tile_scratch_bytes(int hidden, int intermediate, int max_rows, DType dtype);
 
-// Computes the tile on the calling thread; allocates nothing. h = silu(g) * u is rounded to
-// `dtype`, sums are f32, the result is rounded to `dtype` (to nearest even). silu(g) is g / (1 +
-// exp(-g)): silu(-inf) is NaN, as g * sigmoid(g) is. With FP8 h is rounded to e4m3 instead, with a
-// scale for each row's 128 columns, and weights to value * scale in f32. A NaN or infinity in a row
+// Computes the tile on the calling thread; allocates nothing. Sums are f32; biases are added to
+// complete sums. h = act(g, u) (ffi/core/activation.h) is rounded to `dtype`, the result is rounded
+// to `dtype` (to nearest even). silu(g) is g / (1 + exp(-g)): silu(-inf) is NaN, as g * sigmoid(g)
+// is. With FP8 h is rounded to e4m3 instead, with a scale for each row's 128 columns, of which the
+// last may be fewer, and weights to value * scale in f32. A NaN or infinity in a row
 // reaches that row alone; each NaN of the result is the quiet NaN 0x7fc00000 (bf16 0x7fc0).
 // Denormals are kept, whatever the thread's floating-point mode. `scratch` is 64-byte aligned and
 // may hold anything.

@@ -124,10 +124,26 @@ void multiply_block(const WeightBlock<Type>& block, Panels panels, const float* 
   }
 }
 
-// h panels = round(silu(gate x) * up x) from x panels, rounded to Hidden.
-template <class Type, class Hidden>
+// dst = round(act(g, u)) for rows of sums of `width`; biases, null for none, are those of the rows.
+template <class Hidden, class Act>
+void activate(Act act, const float* g, const float* u, const float* gate_bias, const float* up_bias,
+              int num_rows, int width, float* dst) {
+  for (int row = 0; row < num_rows; ++row, g += width, u += width, dst += width) {
+    const Reg of_gate = Vec::set1(gate_bias ? gate_bias[row] : 0.0f);
+    const Reg of_up = Vec::set1(up_bias ? up_bias[row] : 0.0f);
+    for (int j = 0; j < width; j += kLanes) {
+      Reg gated = Vec::load(g + j), linear = Vec::load(u + j);
+      if (gate_bias) gated = Vec::add(gated, of_gate), linear = Vec::add(linear, of_up);
+      Vec::store(dst + j, Hidden::round(act(gated, linear)));
+    }
+  }
+}
+
+// h panels = round(act(gate x, up x)) from x panels, rounded to Hidden.
+template <class Type, class Hidden, class Act>
 void gate_up(const ExpertTile& tile, Panels panels, const float* x, float* weights, float* sums,
              float* h) {
+  const Act act(tile.activation);
   using Plane = const typename Type::Storage*;
   WeightBlock<Type> block{{static_cast<Plane>(tile.gate), static_cast<Plane>(tile.up)},
                           2,
@@ -142,9 +158,23 @@ void gate_up(const ExpertTile& tile, Panels panels, const float* x, float* weigh
       const float* u = g + block.padded_rows() * width;
       float* dst =
           h + panels.start(p, tile.intermediate) + static_cast<size_t>(block.first_row) * width;
-      for (int j = 0; j < block.num_rows() * width; j += kLanes)
-        Vec::store(dst + j, Hidden::round(Vec::mul(silu(Vec::load(g + j)), Vec::load(u + j))));
+      const int first = block.first_row;
+      activate<Hidden>(act, g, u, tile.gate_bias ? tile.gate_bias + first : nullptr,
+                       tile.up_bias ? tile.up_bias + first : nullptr, block.num_rows(), width, dst);
     }
+  }
+}
+
+template <class Type, class Hidden>
+void gate_up_of(const ExpertTile& tile, Panels panels, const float* x, float* weights, float* sums,
+                float* h) {
+  switch (tile.activation.kind) {
+    case ActivationKind::kSilu:
+      return gate_up<Type, Hidden, Silu>(tile, panels, x, weights, sums, h);
+    case ActivationKind::kGeluTanh:
+      return gate_up<Type, Hidden, GeluTanh>(tile, panels, x, weights, sums, h);
+    case ActivationKind::kClampedSwiglu:
+      return gate_up<Type, Hidden, ClampedSwiglu>(tile, panels, x, weights, sums, h);
   }
 }
 
@@ -154,8 +184,9 @@ inline void round_hidden(Panels panels, int depth, float* h) {
     const int width = panels.vecs(p) * kLanes;
     float* block = h + panels.start(p, depth);
     for (int k0 = 0; k0 < depth; k0 += fp8::kBlock, block += fp8::kBlock * width) {
+      const int columns = min_of(fp8::kBlock, depth - k0);
       float amax[kPanelRows] = {}, up[kPanelRows], down[kPanelRows];
-      for (int k = 0; k < fp8::kBlock; ++k) {
+      for (int k = 0; k < columns; ++k) {
         for (int lane = 0; lane < width; ++lane) {
           const float magnitude = float_of(bits_of(block[k * width + lane]) & 0x7fffffff);
           amax[lane] = magnitude > amax[lane] ? magnitude : amax[lane];  // a NaN has none
@@ -165,7 +196,7 @@ inline void round_hidden(Panels panels, int depth, float* h) {
         const float most = amax[lane] > fp8::kMinAmax ? amax[lane] : fp8::kMinAmax;
         up[lane] = fp8::kMax / most, down[lane] = most / fp8::kMax;
       }
-      for (int k = 0; k < fp8::kBlock; ++k) {
+      for (int k = 0; k < columns; ++k) {
         for (int lane = 0; lane < width; ++lane) {
           float& value = block[k * width + lane];
           value = E4M3::round(value * up[lane]) * down[lane];
@@ -175,11 +206,16 @@ inline void round_hidden(Panels panels, int depth, float* h) {
   }
 }
 
-// out_rows[row][first + m] = round(sums[m][row]) for one panel; the rounding is done in place
-// first, a vector at a time.
+// out_rows[row][first + m] = round(sums[m][row] + bias[first + m]) for one panel, `bias` null for
+// none; sum and rounding are done in place first, a vector at a time.
 template <class Type>
 void store_panel(float* sums, int width, int num_cols, int num_rows, void* const* out_rows,
-                 int first) {
+                 int first, const float* bias) {
+  for (int m = 0; bias && m < num_cols; ++m) {
+    const Reg of_column = Vec::set1(bias[first + m]);
+    for (float* at = sums + m * width; at < sums + (m + 1) * width; at += kLanes)
+      Vec::store(at, Vec::add(Vec::load(at), of_column));
+  }
   for (int j = 0; j < num_cols * width; j += kLanes)
     Vec::store(sums + j, Type::round(Vec::quiet_nan(Vec::load(sums + j))));
   for (int row = 0; row < num_rows; ++row) {
@@ -188,10 +224,10 @@ void store_panel(float* sums, int width, int num_cols, int num_rows, void* const
   }
 }
 
-// out_rows = x W^T for packed x, rounded to Out.
+// out_rows = x W^T + bias for packed x, rounded to Out.
 template <class Type, class Out>
-void project(const void* plane, int depth, int num_cols, Panels panels, const float* x,
-             float* weights, float* sums, void* const* out_rows) {
+void project(const void* plane, const float* bias, int depth, int num_cols, Panels panels,
+             const float* x, float* weights, float* sums, void* const* out_rows) {
   WeightBlock<Type> block{
       {static_cast<const typename Type::Storage*>(plane), nullptr}, 1, num_cols, depth, 0};
   for (; !block.is_empty(); block = block.next()) {
@@ -199,32 +235,53 @@ void project(const void* plane, int depth, int num_cols, Panels panels, const fl
     for (int p = 0; p < panels.count(); ++p)
       store_panel<Out>(sums + panels.start(p, kBlockRows), panels.vecs(p) * kLanes,
                        block.num_rows(), panels.rows(p), out_rows + p * kPanelRows,
-                       block.first_row);
+                       block.first_row, bias);
   }
 }
 
-// Rows is what h is rounded to, too.
-template <class Rows, class Weights, class Out>
+// A weight format: what rows, which h is rounded to as well, and weights are made of.
+struct Float32Weights {
+  using Rows = F32;
+  using Weights = F32;
+  static void finish_hidden(Panels, int, float*) {}
+};
+
+struct BFloat16Weights {
+  using Rows = BF16;
+  using Weights = BF16;
+  static void finish_hidden(Panels, int, float*) {}
+};
+
+struct Float8Block128Weights {
+  using Rows = F32;
+  using Weights = E4M3;
+  static void finish_hidden(Panels panels, int depth, float* h) { round_hidden(panels, depth, h); }
+};
+
+template <class Format, class Out>
 void expert_tile_of(const ExpertTile& tile, float* scratch) {
+  using Rows = typename Format::Rows;
+  using Weights = typename Format::Weights;
   const Panels panels{tile.num_rows};
   const ScratchLayout at(tile.num_rows, tile.hidden, tile.intermediate);
   pack_rows<Rows>(tile.rows, panels, tile.hidden, scratch + at.x);
-  gate_up<Weights, Rows>(tile, panels, scratch + at.x, scratch + at.weights, scratch + at.sums,
-                         scratch + at.h);
-  if (tile.is_fp8) round_hidden(panels, tile.intermediate, scratch + at.h);
-  project<Weights, Out>(tile.down, tile.intermediate, tile.hidden, panels, scratch + at.h,
-                        scratch + at.weights, scratch + at.sums, tile.out_rows);
+  gate_up_of<Weights, Rows>(tile, panels, scratch + at.x, scratch + at.weights, scratch + at.sums,
+                            scratch + at.h);
+  Format::finish_hidden(panels, tile.intermediate, scratch + at.h);
+  project<Weights, Out>(tile.down, tile.down_bias, tile.intermediate, tile.hidden, panels,
+                        scratch + at.h, scratch + at.weights, scratch + at.sums, tile.out_rows);
 }
 
 void expert_tile_isa(const ExpertTile& tile, std::byte* scratch) {
   auto* floats = reinterpret_cast<float*>(scratch);
-  const bool is_bf16 = tile.dtype == DType::kBF16;
-  if (tile.is_fp8) {
-    is_bf16 ? expert_tile_of<F32, E4M3, BF16>(tile, floats)
-            : expert_tile_of<F32, E4M3, F32>(tile, floats);
-  } else {
-    is_bf16 ? expert_tile_of<BF16, BF16, BF16>(tile, floats)
-            : expert_tile_of<F32, F32, F32>(tile, floats);
+  switch (tile.weight_format) {
+    case WeightFormat::kFloat32:
+      return expert_tile_of<Float32Weights, F32>(tile, floats);
+    case WeightFormat::kBFloat16:
+      return expert_tile_of<BFloat16Weights, BF16>(tile, floats);
+    case WeightFormat::kFloat8Block128:
+      return tile.dtype == DType::kBF16 ? expert_tile_of<Float8Block128Weights, BF16>(tile, floats)
+                                        : expert_tile_of<Float8Block128Weights, F32>(tile, floats);
   }
 }
 
@@ -243,7 +300,7 @@ void gemm_tn_isa(int m, int n, int k, const float* x, const float* w, float* c,
     }
     const ScratchLayout at(panels.num_rows, k, 0);
     pack_rows<F32>(rows, panels, k, floats + at.x);
-    project<F32, F32>(w, k, n, panels, floats + at.x, floats + at.weights, floats + at.sums,
+    project<F32, F32>(w, nullptr, k, n, panels, floats + at.x, floats + at.weights, floats + at.sums,
                       out_rows);
   }
 }

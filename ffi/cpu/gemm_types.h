@@ -1,4 +1,4 @@
-// Sizes and number formats over one instruction set's `Vec`, and silu. Included by gemm_kernel.h
+// Sizes, number formats and activations over one instruction set's `Vec`. Included by gemm_kernel.h
 // alone.
 #pragma once
 
@@ -76,7 +76,8 @@ const float* scales_of(const typename Type::Storage*, int, int) {
 }
 template <>
 inline const float* scales_of<E4M3>(const uint8_t* plane, int rows, int columns) {
-  return reinterpret_cast<const float*>(plane + static_cast<size_t>(rows) * columns);
+  const size_t values = static_cast<size_t>(rows) * columns;
+  return reinterpret_cast<const float*>(plane + (values + 15) / 16 * 16);
 }
 
 // exp(a) for sums 1 + exp(a): exact enough (2 ulp) up to the overflow to infinity, and any tiny
@@ -101,9 +102,36 @@ inline Reg exp_term(Reg a) {
   return Vec::mul(Vec::mul(p, Vec::half_pow2_of_shifted(shifted)), Vec::set1(2.0f));
 }
 
-inline Reg silu(Reg g) {
-  return Vec::div(g, Vec::add(Vec::set1(1.0f), exp_term(Vec::sub(Vec::set1(0.0f), g))));
+// g * sigmoid(a).
+inline Reg times_sigmoid(Reg g, Reg a) {
+  return Vec::div(g, Vec::add(Vec::set1(1.0f), exp_term(Vec::sub(Vec::set1(0.0f), a))));
 }
+
+// Activations, as ffi/core/activation.h defines them.
+struct Silu {
+  explicit Silu(const Activation&) {}
+  Reg operator()(Reg g, Reg u) const { return Vec::mul(times_sigmoid(g, g), u); }
+};
+
+struct GeluTanh {
+  explicit GeluTanh(const Activation&) {}
+  Reg operator()(Reg g, Reg u) const {
+    const Reg cube = Vec::mul(Vec::mul(Vec::mul(Vec::set1(kGeluCubic), g), g), g);
+    return Vec::mul(times_sigmoid(g, Vec::mul(Vec::set1(kGeluInner), Vec::add(g, cube))), u);
+  }
+};
+
+struct ClampedSwiglu {
+  float limit, alpha, offset;
+  explicit ClampedSwiglu(const Activation& a) : limit(a.limit), alpha(a.alpha), offset(a.offset) {}
+  Reg operator()(Reg g, Reg u) const {
+    const Reg most = Vec::set1(limit), least = Vec::set1(-limit);
+    g = Vec::min_keep_nan(most, g);
+    u = Vec::max_keep_nan(least, Vec::min_keep_nan(most, u));
+    return Vec::mul(times_sigmoid(g, Vec::mul(Vec::set1(alpha), g)),
+                    Vec::add(u, Vec::set1(offset)));
+  }
+};
 
 }  // namespace
 }  // namespace iser::cpu

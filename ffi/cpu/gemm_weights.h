@@ -21,7 +21,7 @@ struct Chunk {
   int padded_rows() const { return ceil_div(num_rows, Vec::kRowStep) * Vec::kRowStep; }
   // Of row m of the chunk from k on, a multiple of 128.
   float scale(int m, int k) const {
-    const size_t stride = row_stride / fp8::kBlock;
+    const size_t stride = (row_stride + fp8::kBlock - 1) / fp8::kBlock;
     return scales[(first_row + m) / fp8::kBlock * stride + k / fp8::kBlock];
   }
 };
@@ -112,7 +112,7 @@ void copy_weights(const Chunk<Type>& chunk, float* dst) {
   }
 }
 
-// value * scale: depths of E4M3 are multiples of 128.
+// value * scale; the last block of a row may be short.
 template <>
 inline void copy_weights(const Chunk<E4M3>& chunk, float* dst) {
   for (int m = 0; m < chunk.padded_rows(); ++m, dst += kWeightStride) {
@@ -123,7 +123,8 @@ inline void copy_weights(const Chunk<E4M3>& chunk, float* dst) {
     const uint8_t* row = chunk.src + m * chunk.row_stride;
     for (int k0 = 0; k0 < chunk.depth; k0 += fp8::kBlock) {
       const float scale = chunk.scale(m, k0);
-      for (int k = k0; k < k0 + fp8::kBlock; ++k) dst[k] = E4M3::widen(row[k]) * scale;
+      const int k1 = min_of(chunk.depth, k0 + fp8::kBlock);
+      for (int k = k0; k < k1; ++k) dst[k] = E4M3::widen(row[k]) * scale;
     }
   }
 }

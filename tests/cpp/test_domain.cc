@@ -24,7 +24,7 @@ using namespace iser::cpu;
 
 constexpr int32_t kRanks = 4, kExperts = 8, kSlots = 2, kTopK = 2, kHidden = 24, kIntermediate = 40;
 constexpr int32_t kTokens = 12;
-constexpr size_t kPlane = static_cast<size_t>(kHidden) * kIntermediate;
+const BundleLayout kBundle = bundle_layout(WeightFormat::kFloat32, kHidden, kIntermediate, true);
 
 [[noreturn]] void fail(const char* test, const std::string& what) {
   std::fprintf(stderr, "%s: %s\n", test, what.c_str());
@@ -33,7 +33,7 @@ constexpr size_t kPlane = static_cast<size_t>(kHidden) * kIntermediate;
 
 // Operands of all ranks: rank 0's experts are hot.
 struct Problem {
-  std::vector<float> x, topk_weights, planes[kNumWeightPlanes];
+  std::vector<float> x, topk_weights, planes[kMaxPlanes];
   std::vector<int32_t> ids;
 
   explicit Problem(uint32_t seed) {
@@ -45,7 +45,9 @@ struct Problem {
     };
     fill(x, static_cast<size_t>(kRanks) * kTokens * kHidden);
     fill(topk_weights, static_cast<size_t>(kRanks) * kTokens * kTopK);
-    for (auto& plane : planes) fill(plane, kExperts * kPlane);
+    for (int i = 0; i < kBundle.num_planes; ++i) {
+      fill(planes[i], kExperts * kBundle.planes[i].bytes / sizeof(float));
+    }
     for (int32_t i = 0; i < kRanks * kTokens * kTopK; ++i) {
       ids.push_back(static_cast<int32_t>(rng() % 3 ? rng() % 2 : rng() % (kExperts + 1)));
     }
@@ -56,6 +58,8 @@ DomainOptions make_options(int32_t ranks_per_device, CopyRule rule, int64_t time
   DomainOptions options{};
   options.shape = make_shape({kRanks, kExperts, kSlots}, kTopK, kHidden, kIntermediate, kTokens,
                              sizeof(float), 2, kSlots);
+  options.shape.has_biases = true;
+  options.shape.activation = {ActivationKind::kClampedSwiglu, 0.5f, 1.702f, 1.0f};
   options.dtype = DType::kF32;
   options.min_group_size = 1;
   options.copy_rule = rule;
@@ -117,9 +121,10 @@ class DeviceCall {
     call.is_balanced = is_balanced;
     call.num_tokens = kTokens;
     call.topk_ids = problem.ids.data() + static_cast<size_t>(rank) * kTokens * kTopK;
-    for (int i = 0; i < kNumWeightPlanes; ++i) {
-      const float* first = problem.planes[i].data() + rank * home * kPlane;
-      planes_[i].assign(first, first + ranks * home * kPlane);
+    for (int i = 0; i < kBundle.num_planes; ++i) {
+      const size_t plane = kBundle.planes[i].bytes / sizeof(float);
+      const float* first = problem.planes[i].data() + rank * home * plane;
+      planes_[i].assign(first, first + ranks * home * plane);
       call.weights[i] = reinterpret_cast<const uint8_t*>(planes_[i].data());
     }
     generation_ = device_->start(key, call, {}, nullptr);
@@ -140,7 +145,7 @@ class DeviceCall {
   const Problem& problem_;
   const int32_t rank_;
   Device* const device_;
-  std::vector<float> planes_[kNumWeightPlanes];
+  std::vector<float> planes_[kMaxPlanes];
   uint32_t generation_;
   std::shared_ptr<std::promise<std::string>> done_ = std::make_shared<std::promise<std::string>>();
 };
@@ -472,7 +477,7 @@ void test_close_in_flight(bool is_plan_only) {
                       is_plan_only ? Done(count) : Done(nullptr));
     ++called;
     if (!is_plan_only) {
-      for (int i = 0; i < kNumWeightPlanes; ++i) call.weights[i] = nullptr;
+      for (int i = 0; i < kBundle.num_planes; ++i) call.weights[i] = nullptr;
       device->fused_moe(
           generation,
           {reinterpret_cast<const uint8_t*>(problem.x.data()), problem.topk_weights.data(),

@@ -70,8 +70,7 @@ std::vector<float> normal_values(size_t count, uint32_t seed) {
   return values;
 }
 
-void test_rows() {
-  const int columns = 384;
+void test_rows(int columns) {
   const std::vector<float> row = normal_values(columns, 2);
   std::vector<uint8_t> record(fp8::token_bytes(columns));
   std::vector<float> back(columns);
@@ -79,7 +78,7 @@ void test_rows() {
   dequantize_row(record.data(), columns, back.data());
   for (int i = 0; i < columns; ++i) {
     float amax = 0;
-    for (int j = i / 128 * 128; j < i / 128 * 128 + 128; ++j)
+    for (int j = i / 128 * 128; j < i / 128 * 128 + 128 && j < columns; ++j)
       amax = std::fmax(amax, std::fabs(row[j]));
     const float expected = fp8::from_e4m3(fp8::to_e4m3(row[i] * (448 / amax))) * (amax / 448);
     expect(back[i] == expected, "a value through its record", back[i], expected);
@@ -114,25 +113,41 @@ struct Plane {
   }
 };
 
-constexpr int kHidden = 256, kInner = 384, kRows = 101;
+constexpr int kRows = 101;
 
 struct Expert {
-  Plane gate{kInner, kHidden, 3}, up{kInner, kHidden, 4}, down{kHidden, kInner, 5};
-  std::vector<float> x = normal_values(kRows * kHidden, 6);
+  const int hidden, inner;
+  Plane gate{inner, hidden, 3}, up{inner, hidden, 4}, down{hidden, inner, 5};
+  std::vector<float> x = normal_values(kRows * hidden, 6);
+  std::vector<float> gate_bias, up_bias, down_bias;  // empty for none
+  Activation activation;
+
+  Expert(int hidden_size, int inner_size) : hidden(hidden_size), inner(inner_size) {}
 
   // Rows [first, first + count) of x.
   std::vector<float> run(int first, int count) const {
-    std::vector<float> y(count * kHidden, std::nanf(""));
+    std::vector<float> y(count * hidden, std::nanf(""));
     std::vector<const void*> rows;
     std::vector<void*> out_rows;
     for (int i = 0; i < count; ++i) {
-      rows.push_back(&x[(first + i) * kHidden]);
-      out_rows.push_back(&y[i * kHidden]);
+      rows.push_back(&x[(first + i) * hidden]);
+      out_rows.push_back(&y[i * hidden]);
     }
-    const ExpertTile tile{
-        rows.data(),       out_rows.data(), count,  gate.bytes.data(), up.bytes.data(),
-        down.bytes.data(), kHidden,         kInner, DType::kF32,       true};
-    const size_t bytes = expert_tile_scratch_bytes(kHidden, kInner, count, DType::kF32);
+    ExpertTile tile{};
+    tile.rows = rows.data();
+    tile.out_rows = out_rows.data();
+    tile.num_rows = count;
+    tile.gate = gate.bytes.data(), tile.up = up.bytes.data(), tile.down = down.bytes.data();
+    if (!gate_bias.empty()) {
+      tile.gate_bias = gate_bias.data(), tile.up_bias = up_bias.data();
+      tile.down_bias = down_bias.data();
+    }
+    tile.hidden = hidden;
+    tile.intermediate = inner;
+    tile.dtype = DType::kF32;
+    tile.weight_format = WeightFormat::kFloat8Block128;
+    tile.activation = activation;
+    const size_t bytes = expert_tile_scratch_bytes(hidden, inner, count, DType::kF32);
     auto* scratch = static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
     std::memset(scratch, 0xff, bytes);
     expert_tile(tile, scratch);
@@ -142,14 +157,20 @@ struct Expert {
 
   // In double but for h's rounding.
   std::vector<double> exact(int row) const {
-    const std::vector<double> in(&x[row * kHidden], &x[row * kHidden] + kHidden);
+    const std::vector<double> in(&x[row * hidden], &x[row * hidden] + hidden);
     const std::vector<double> g = gate.times(in), u = up.times(in);
-    std::vector<float> h(kInner), rounded(kInner);
-    for (int i = 0; i < kInner; ++i) h[i] = g[i] / (1 + std::exp(-g[i])) * u[i];
-    std::vector<uint8_t> record(fp8::token_bytes(kInner));
-    quantize_row<F32>(h.data(), kInner, record.data());
-    dequantize_row(record.data(), kInner, rounded.data());
-    return down.times({rounded.begin(), rounded.end()});
+    std::vector<float> h(inner), rounded(inner);
+    for (int i = 0; i < inner; ++i) {
+      h[i] = gate_bias.empty()
+                 ? apply_activation(activation, g[i], u[i])
+                 : apply_activation(activation, g[i] + gate_bias[i], u[i] + up_bias[i]);
+    }
+    std::vector<uint8_t> record(fp8::token_bytes(inner));
+    quantize_row<F32>(h.data(), inner, record.data());
+    dequantize_row(record.data(), inner, rounded.data());
+    std::vector<double> y = down.times({rounded.begin(), rounded.end()});
+    for (int d = 0; d < hidden && !down_bias.empty(); ++d) y[d] += down_bias[d];
+    return y;
   }
 };
 
@@ -160,8 +181,8 @@ void test_tile_is_right(const Expert& expert) {
   for (int row = 0; row < 5; ++row) {
     const std::vector<double> expected = expert.exact(row);
     double off = 0, norm = 0;
-    for (int i = 0; i < kHidden; ++i) {
-      off += std::pow(y[row * kHidden + i] - expected[i], 2);
+    for (int i = 0; i < expert.hidden; ++i) {
+      off += std::pow(y[row * expert.hidden + i] - expected[i], 2);
       norm += std::pow(expected[i], 2);
     }
     expect(off <= 1e-4 * norm, "a row against double", std::sqrt(off), std::sqrt(norm));
@@ -173,22 +194,37 @@ void test_bits(const Expert& expert, const std::vector<float>& expected) {
     for (int first = 0; first < kRows; first += height) {
       const int count = first + height < kRows ? height : kRows - first;
       const std::vector<float> y = expert.run(first, count);
-      expect(!std::memcmp(y.data(), &expected[first * kHidden], 4 * y.size()), "bits of a tile",
+      expect(!std::memcmp(y.data(), &expected[first * expert.hidden], 4 * y.size()), "bits of a tile",
              height, first);
     }
   }
 }
 
-void run() {
-  test_codes();
-  test_rows();
-  const Expert expert;
+void test_expert(const Expert& expert) {
   set_gemm_isa("portable");
   const std::vector<float> expected = expert.run(0, kRows);
   for (const char* isa : {"portable", "neon", "avx2", "avx512"}) {
     if (!set_gemm_isa(isa)) continue;
     test_tile_is_right(expert);
     test_bits(expert, expected);
+  }
+}
+
+void run() {
+  test_codes();
+  for (const int columns : {64, 192, 384}) test_rows(columns);
+  for (const auto& [hidden, inner] : {std::pair{256, 384}, {192, 320}, {64, 64}}) {
+    test_expert(Expert(hidden, inner));
+  }
+  Expert with_biases(192, 320);
+  with_biases.gate_bias = normal_values(320, 7);
+  with_biases.up_bias = normal_values(320, 8);
+  with_biases.down_bias = normal_values(192, 9);
+  for (const Activation& activation :
+       {Activation{}, Activation{ActivationKind::kGeluTanh},
+        Activation{ActivationKind::kClampedSwiglu, 7.0f, 1.702f, 1.0f}}) {
+    with_biases.activation = activation;
+    test_expert(with_biases);
   }
 }
 

@@ -22,6 +22,7 @@
 #include <xmmintrin.h>
 #endif
 
+using namespace iser;
 using namespace iser::cpu;
 
 namespace {
@@ -85,6 +86,34 @@ struct Expert {
   int hidden, intermediate;
   DType dtype;
   Values gate, up, down;
+  std::vector<float> gate_bias, up_bias, down_bias;  // empty for none
+  Activation activation;
+
+  ExpertTile tile(const void* const* rows, void* const* out_rows, int num_rows) const {
+    ExpertTile tile{};
+    tile.rows = rows;
+    tile.out_rows = out_rows;
+    tile.num_rows = num_rows;
+    tile.gate = gate.at(0), tile.up = up.at(0), tile.down = down.at(0);
+    if (!gate_bias.empty()) {
+      tile.gate_bias = gate_bias.data(), tile.up_bias = up_bias.data();
+      tile.down_bias = down_bias.data();
+    }
+    tile.hidden = hidden;
+    tile.intermediate = intermediate;
+    tile.dtype = dtype;
+    tile.weight_format = dtype == DType::kF32 ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
+    tile.activation = activation;
+    return tile;
+  }
+  void add_biases(std::mt19937& random) {
+    std::normal_distribution<float> normal;
+    for (std::vector<float>* bias : {&gate_bias, &up_bias, &down_bias}) {
+      bias->resize(bias == &down_bias ? hidden : intermediate);
+      for (float& value : *bias) value = normal(random);
+    }
+  }
+
   Expert(int hidden, int intermediate, DType dtype, std::mt19937& random)
       : hidden(hidden),
         intermediate(intermediate),
@@ -109,9 +138,7 @@ std::vector<std::string> run_tile(const Expert& expert, const std::vector<const 
   auto* scratch = static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 64 + 63) / 64 * 64));
   std::memset(scratch, 0xff, bytes);
   std::memcpy(scratch + bytes, &kGuard, 4);
-  expert_tile({rows.data(), out_rows.data(), int(rows.size()), expert.gate.at(0), expert.up.at(0),
-               expert.down.at(0), expert.hidden, expert.intermediate, expert.dtype},
-              scratch);
+  expert_tile(expert.tile(rows.data(), out_rows.data(), int(rows.size())), scratch);
   if (std::memcmp(scratch + bytes, &kGuard, 4))
     fail("scratch guard overwritten, %zu rows", rows.size());
   std::free(scratch);
@@ -136,9 +163,27 @@ void expect_same(const std::string& got, const std::string& want, const Expert& 
        Values::value_at(&want[d * size], expert.dtype));
 }
 
+// The activation in double: what is multiplied, g * sigmoid(a) and the linear part.
+std::pair<double, double> activated(const Activation& activation, double g, double u) {
+  switch (activation.kind) {
+    case ActivationKind::kSilu:
+      return {g / (1 + std::exp(-g)), u};
+    case ActivationKind::kGeluTanh: {
+      const double inner = std::sqrt(2 / std::acos(-1.0)) * (g + 0.044715 * g * g * g);
+      return {0.5 * g * (1 + std::tanh(inner)), u};
+    }
+    case ActivationKind::kClampedSwiglu: {
+      const double limit = activation.limit;
+      const double most = std::fmin(g, limit), linear = std::fmax(-limit, std::fmin(u, limit));
+      return {most / (1 + std::exp(-double(activation.alpha) * most)), linear + activation.offset};
+    }
+  }
+  return {};
+}
+
 // Checks one row against double precision. The bound is the first-order one of a sum of n products
-// in any order, n * eps * sum |a||b|, carried through silu (slope at most 1.1; exp and division
-// within 8 eps) and through the roundings to dtype.
+// in any order, n * eps * sum |a||b|, carried through the activation (slope at most 1.13; what is
+// in the exponent within 4 eps, exp and division within 8) and through the roundings to dtype.
 void check_row(const Expert& e, const Values& x, size_t row, const std::string& got) {
   const double eps = std::ldexp(1.0, -24),
                unit = e.dtype == DType::kF32 ? eps : std::ldexp(1.0, -8);
@@ -151,10 +196,17 @@ void check_row(const Expert& e, const Values& x, size_t row, const std::string& 
       g += value * a, u += value * b, g_size += std::fabs(value * a),
           u_size += std::fabs(value * b);
     }
-    const double s = g / (1 + std::exp(-g));
-    h[i] = s * u;
-    h_error[i] = 1.1 * e.hidden * eps * g_size * std::fabs(u) +
-                 std::fabs(s) * e.hidden * eps * u_size + (unit + 10 * eps) * std::fabs(h[i]);
+    if (!e.gate_bias.empty()) {
+      g += e.gate_bias[i], g_size += std::fabs(e.gate_bias[i]);
+      u += e.up_bias[i], u_size += std::fabs(e.up_bias[i]);
+    }
+    const auto [s, linear] = activated(e.activation, g, u);
+    h[i] = s * linear;
+    const bool is_silu = e.activation.kind == ActivationKind::kSilu;
+    h_error[i] = 1.13 * (e.hidden + 1) * eps * g_size * std::fabs(linear) +
+                 std::fabs(s) * (e.hidden + 1) * eps * u_size +
+                 (unit + 10 * eps) * std::fabs(h[i]) +
+                 (is_silu ? 0 : 4 * eps * std::fabs(g * linear));
   }
   for (int d = 0; d < e.hidden; ++d) {
     double y = 0, error = 0;
@@ -162,6 +214,7 @@ void check_row(const Expert& e, const Values& x, size_t row, const std::string& 
       const double w = e.down.get(size_t(d) * e.intermediate + i);
       y += w * h[i], error += std::fabs(w) * (h_error[i] + e.intermediate * eps * std::fabs(h[i]));
     }
+    if (!e.down_bias.empty()) y += e.down_bias[d], error += eps * std::fabs(y);
     error = 1.05 * (error + unit * std::fabs(y)) + 1e-37;
     const double value = Values::value_at(&got[d * size_of(e.dtype)], e.dtype);
     if (!(std::fabs(value - y) <= error))
@@ -173,10 +226,13 @@ void check_row(const Expert& e, const Values& x, size_t row, const std::string& 
 // Every row alone on the portable path is the reference; then all heights, rotated so that rows
 // visit different positions.
 void test_sizes(const std::vector<const char*>& isas, int hidden, int intermediate, DType dtype,
-                const std::vector<int>& heights) {
+                const std::vector<int>& heights, const Activation& activation = {},
+                bool has_biases = false) {
   std::mt19937 random(hidden * 131 + intermediate);
   const int num_rows = heights.back();
-  const Expert expert(hidden, intermediate, dtype, random);
+  Expert expert(hidden, intermediate, dtype, random);
+  expert.activation = activation;
+  if (has_biases) expert.add_biases(random);
   const Values x(size_t(num_rows) * hidden, dtype, random, 1.0f);
   std::vector<std::string> alone;
   set_gemm_isa("portable");
@@ -194,6 +250,22 @@ void test_sizes(const std::vector<const char*>& isas, int hidden, int intermedia
       const auto results = run_tile(expert, rows);
       for (int i = 0; i < height; ++i)
         expect_same(results[i], alone[(i + shift) % num_rows], expert, "height", height, i);
+    }
+  }
+}
+
+// Biases, and every activation with parameters that show.
+void test_activations(const std::vector<const char*>& isas, DType dtype) {
+  const Activation activations[] = {{},
+                                    {ActivationKind::kGeluTanh},
+                                    {ActivationKind::kClampedSwiglu, 0.75f, 1.702f, 1.0f},
+                                    {ActivationKind::kClampedSwiglu, 7.0f, -0.5f, 0.25f}};
+  for (const Activation& activation : activations) {
+    for (const bool has_biases : {false, true}) {
+      for (const auto& [hidden, intermediate] : {std::pair{1, 1}, {17, 3}, {60, 100}, {130, 97}}) {
+        test_sizes(isas, hidden, intermediate, dtype, {1, 2, 7, 16, 33, 50}, activation,
+                   has_biases);
+      }
     }
   }
 }
@@ -379,6 +451,7 @@ int main() {
          {std::pair{1, 1}, {3, 17}, {17, 3}, {100, 100}, {64, 96}, {129, 257}, {260, 50}})
       test_sizes(isas, hidden, intermediate, dtype, heights);
     test_sizes(isas, 512, 1024, dtype, {1, 5, 33});
+    test_activations(isas, dtype);
     test_positions(isas, dtype);
     test_special_values(isas, dtype);
   }
