@@ -10,19 +10,26 @@ import numpy as np
 
 from jax_iser import _ffi
 from jax_iser.config import check_integer
+from jax_iser.experts.activation import SILU, Activation
 
 
-def gated_mlp(x, gate, up, down):
-    """`down(silu(gate(x)) * up(x))`, weights `[I, D]`, `[I, D]`, `[D, I]`; h in x.dtype."""
+def gated_mlp(x, gate, up, down, activation=SILU):
+    """`down(act(gate(x), up(x)))`, weights `[I, D]`, `[I, D]`, `[D, I]`; h in x.dtype."""
     dot = lambda a, w: jnp.einsum("...d,id->...i", a, w, preferred_element_type=jnp.float32)  # noqa: E731
-    h = (jax.nn.silu(dot(x, gate)) * dot(x, up)).astype(x.dtype)
+    h = activation(dot(x, gate), dot(x, up)).astype(x.dtype)
     return dot(h, down).astype(x.dtype)
 
 
 def shared_expert(
-    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, *, sms: int | None = None
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    sms: int | None = None,
+    activation: str | Activation = "silu",
 ) -> jax.Array:
-    """`down(silu(gate(x)) * up(x))`, leaving SMs to the copies that run beside it.
+    """`down(act(gate(x), up(x)))`, leaving SMs to the copies that run beside it.
 
     Args:
       x: `[..., D]`, bf16 or f32.
@@ -30,39 +37,42 @@ def shared_expert(
       down: `[D, I]`.
       sms: SMs that its products may use on a GPU, by cuBLAS. None: XLA's own products, which use
         all. On other platforms there are no SMs, and XLA's products run.
+      activation: an `Activation` or the name of one.
 
     Returns:
-      `[..., D]` of x's dtype. cuBLAS rounds the two inner products to it before silu, XLA does not.
+      `[..., D]` of x's dtype. cuBLAS rounds the two inner products to it before the activation, XLA
+      does not.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or a budget that do not fit.
     """
     _check(x, gate, up, down, sms)
+    activation = Activation.of(activation)
     if sms is None or _ffi._iser_cuda is None:
-        return gated_mlp(x, gate, up, down)
-    return _budgeted(sms, x, gate, up, down)
+        return gated_mlp(x, gate, up, down, activation)
+    return _budgeted(sms, activation, x, gate, up, down)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _budgeted(sms, x, gate, up, down):
-    return jax.lax.platform_dependent(
-        x, gate, up, down, cuda=functools.partial(_call, sms), default=gated_mlp
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _budgeted(sms, activation, *operands):
+    default = functools.partial(gated_mlp, activation=activation)
+    cuda = functools.partial(_call, sms, activation)
+    return jax.lax.platform_dependent(*operands, cuda=cuda, default=default)
 
 
-def _forward(sms, *operands):
-    return _budgeted(sms, *operands), operands
+def _forward(sms, activation, *operands):
+    return _budgeted(sms, activation, *operands), operands
 
 
-def _backward(sms, operands, cotangent):
-    _, pull = jax.vjp(gated_mlp, *operands)
+def _backward(sms, activation, operands, cotangent):
+    _, pull = jax.vjp(functools.partial(gated_mlp, activation=activation), *operands)
     return pull(cotangent)
 
 
 _budgeted.defvjp(_forward, _backward)
 
 
-def _call(sms, x, gate, up, down):
+def _call(sms, activation, x, gate, up, down):
     from jax_iser._cuda import open_cublas
 
     open_cublas()
@@ -73,7 +83,11 @@ def _call(sms, x, gate, up, down):
         jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),
     )
     op = jax.ffi.ffi_call(_ffi.SHARED_EXPERT, results)
-    y = op(x, gate, up, down, num_sms=np.int64(sms))[0]
+    parameters = {
+        name: np.float32(getattr(activation, name) or 0) for name in ("limit", "alpha", "offset")
+    }
+    attributes = {"num_sms": np.int64(sms), "kind": np.int32(activation.index)} | parameters
+    y = op(x, gate, up, down, **attributes)[0]
     return _ffi.varying_like(x, (y,))[0]
 
 

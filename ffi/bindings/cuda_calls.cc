@@ -261,7 +261,8 @@ ffi::Error plan(cudaStream_t main, int32_t ordinal, U32 handle, I32 params, I32 
 // x [..., D]; gate, up [I, D]; down [D, I].
 ffi::Error shared_expert(cudaStream_t main, int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer gate,
                          ffi::AnyBuffer up, ffi::AnyBuffer down, Out<ffi::AnyBuffer> y,
-                         Out<ffi::AnyBuffer> scratch, int64_t num_sms) {
+                         Out<ffi::AnyBuffer> scratch, int64_t num_sms, int32_t kind, float limit,
+                         float alpha, float offset) {
   const cuda::OnDevice here(ordinal);
   DeviceRuntime* runtime = cuda::find_device(ordinal);
   if (!runtime || !runtime->cublas) {
@@ -285,6 +286,7 @@ ffi::Error shared_expert(cudaStream_t main, int32_t ordinal, ffi::AnyBuffer x, f
     error = check_size("scratch", scratch->size_bytes(),
                        cuda::shared_expert_bytes(tokens, shape[0], dtype));
   }
+  if (kind < 0 || kind >= kNumActivationKinds) error = "kind names no activation";
   if (tokens > INT32_MAX || shape[0] > INT32_MAX || shape[1] > INT32_MAX) error = "too many tokens";
   if (!error.empty()) return failed(error);
   const cuda::SharedExpertLaunch launch{x.untyped_data(),
@@ -297,7 +299,8 @@ ffi::Error shared_expert(cudaStream_t main, int32_t ordinal, ffi::AnyBuffer x, f
                                         static_cast<int32_t>(shape[1]),
                                         static_cast<int32_t>(shape[0]),
                                         dtype,
-                                        static_cast<int32_t>(num_sms)};
+                                        static_cast<int32_t>(num_sms),
+                                        {static_cast<ActivationKind>(kind), limit, alpha, offset}};
   std::lock_guard lock(runtime->mutex);
   error = cuda::launch_shared_expert(runtime->cublas, launch, main);
   return error.empty() ? ffi::Error::Success() : failed(error);
@@ -319,7 +322,11 @@ XLA_FFI_DEFINE_HANDLER(kSharedExpert, shared_expert,
                            .Arg<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
-                           .Attr<int64_t>("num_sms"));
+                           .Attr<int64_t>("num_sms")
+                           .Attr<int32_t>("kind")
+                           .Attr<float>("limit")
+                           .Attr<float>("alpha")
+                           .Attr<float>("offset"));
 
 }  // namespace
 

@@ -23,7 +23,7 @@ struct Cublas {
 };
 constexpr int kCublasF32 = 0, kCublasBF16 = 14, kComputeF32 = 68, kDefaultAlgorithm = -1;
 constexpr int kTransposed = 1, kAsIs = 0;
-constexpr int kSwigluThreads = 256, kMaxSwigluCtas = 4096;
+constexpr int kActivationThreads = 256, kMaxActivationCtas = 4096;
 
 Cublas cublas;
 bool is_loaded = false;
@@ -50,30 +50,34 @@ __device__ inline float to_f32(__nv_bfloat16 value) { return __bfloat162float(va
 __device__ inline void store(float* to, float value) { *to = value; }
 __device__ inline void store(__nv_bfloat16* to, float value) { *to = __float2bfloat16_rn(value); }
 
-// gate = silu(gate) * up.
+// gate = act(gate, up).
 template <typename T>
-__global__ void __launch_bounds__(kSwigluThreads)
-    swiglu_kernel(T* gate, const T* up, int64_t count) {
+__global__ void __launch_bounds__(kActivationThreads)
+    activation_kernel(T* gate, const T* up, int64_t count, Activation activation) {
+  const bool is_silu = activation.kind == ActivationKind::kSilu;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += step) {
     const float g = to_f32(gate[i]);
-    store(gate + i, g / (1.0f + __expf(-g)) * to_f32(up[i]));
+    const float u = to_f32(up[i]);
+    store(gate + i, is_silu ? g / (1.0f + __expf(-g)) * u : apply_activation(activation, g, u));
   }
 }
 
-cudaError_t launch_swiglu(const SharedExpertLaunch& launch, void* up, cudaStream_t stream) {
+cudaError_t launch_activation(const SharedExpertLaunch& launch, void* up, cudaStream_t stream) {
   const int64_t count = int64_t{launch.tokens} * launch.inner;
-  const int64_t ctas = (count + kSwigluThreads - 1) / kSwigluThreads;
-  int64_t most =
-      launch.num_sms > 0 ? int64_t{launch.num_sms} * (2048 / kSwigluThreads) : kMaxSwigluCtas;
+  const int64_t ctas = (count + kActivationThreads - 1) / kActivationThreads;
+  int64_t most = launch.num_sms > 0 ? int64_t{launch.num_sms} * (2048 / kActivationThreads)
+                                    : kMaxActivationCtas;
   const unsigned grid = static_cast<unsigned>(ctas < most ? ctas : most);
   if (launch.dtype == DType::kF32) {
-    swiglu_kernel<<<grid, kSwigluThreads, 0, stream>>>(static_cast<float*>(launch.planes),
-                                                       static_cast<const float*>(up), count);
+    activation_kernel<<<grid, kActivationThreads, 0, stream>>>(static_cast<float*>(launch.planes),
+                                                               static_cast<const float*>(up), count,
+                                                               launch.activation);
   } else {
-    swiglu_kernel<<<grid, kSwigluThreads, 0, stream>>>(
-        static_cast<__nv_bfloat16*>(launch.planes), static_cast<const __nv_bfloat16*>(up), count);
+    activation_kernel<<<grid, kActivationThreads, 0, stream>>>(
+        static_cast<__nv_bfloat16*>(launch.planes), static_cast<const __nv_bfloat16*>(up), count,
+        launch.activation);
   }
   return cudaGetLastError();
 }
@@ -122,10 +126,11 @@ std::string load_cublas(const std::string& path) {
 std::string make_cublas(void** handle) {
   if (!is_loaded) return "load_cublas was not called";
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, swiglu_kernel<float>);
+  cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<float>);
   if (error == cudaSuccess)
-    error = cudaFuncGetAttributes(&attributes, swiglu_kernel<__nv_bfloat16>);
-  if (error != cudaSuccess) return std::string("loading swiglu: ") + cudaGetErrorName(error);
+    error = cudaFuncGetAttributes(&attributes, activation_kernel<__nv_bfloat16>);
+  if (error != cudaSuccess)
+    return std::string("loading the activation: ") + cudaGetErrorName(error);
   const int status = cublas.create(handle);
   return status == 0 ? "" : "cublasCreate failed with status " + std::to_string(status);
 }
@@ -146,8 +151,9 @@ std::string launch_shared_expert(void* handle, const SharedExpertLaunch& launch,
     status = product(launch.x, launch.gate, launch.planes, launch.inner, launch.hidden);
   if (status == 0) status = product(launch.x, launch.up, up, launch.inner, launch.hidden);
   if (status == 0) {
-    const cudaError_t error = launch_swiglu(launch, up, stream);
-    if (error != cudaSuccess) return std::string("launching swiglu: ") + cudaGetErrorName(error);
+    const cudaError_t error = launch_activation(launch, up, stream);
+    if (error != cudaSuccess)
+      return std::string("launching the activation: ") + cudaGetErrorName(error);
     status = product(launch.planes, launch.down, launch.y, launch.hidden, launch.inner);
   }
   return status == 0 ? "" : "cuBLAS failed with status " + std::to_string(status);

@@ -1,4 +1,4 @@
-// The shared expert with a budget of SMs: three products of cuBLAS, which takes one, and SwiGLU
+// The shared expert with a budget of SMs: three products of cuBLAS, which takes one, an activation
 // between, so that the SMs of the copy beside it are free by construction.
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "ffi/core/activation.h"
 #include "ffi/cuda/fused_moe.cuh"
 
 namespace iser::cuda {
@@ -24,6 +25,7 @@ struct SharedExpertLaunch {
   int32_t tokens, hidden, inner;
   DType dtype;
   int32_t num_sms;  // 0: all
+  Activation activation;
 };
 
 size_t shared_expert_bytes(int64_t tokens, int64_t inner, DType dtype);
@@ -36,7 +38,7 @@ std::string load_cublas(const std::string& path);
 std::string make_cublas(void** handle);
 
 // Products in f32 sums rounded to the dtype (cuBLAS chooses its kernels, so that bits may depend on
-// the number of tokens); silu and the product with up in f32, rounded once.
+// the number of tokens); the activation in f32, rounded once.
 std::string launch_shared_expert(void* handle, const SharedExpertLaunch& launch,
                                  cudaStream_t stream);
 
