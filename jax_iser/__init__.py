@@ -13,14 +13,15 @@ from jax_iser.config import DomainConfig as DomainConfig
 from jax_iser.domain import Domain as Domain
 from jax_iser.domain import DomainHandle as DomainHandle
 from jax_iser.errors import IserError as IserError
-from jax_iser.fp8 import dequantize_fp8 as dequantize_fp8
-from jax_iser.fp8 import quantize_fp8 as quantize_fp8
+from jax_iser.experts.activation import Activation as Activation
+from jax_iser.experts.formats.float8_block128 import dequantize_fp8 as dequantize_fp8
+from jax_iser.experts.formats.float8_block128 import quantize_fp8 as quantize_fp8
+from jax_iser.experts.weights import ExpertWeights as ExpertWeights
 from jax_iser.fused_moe import fused_moe as fused_moe
 from jax_iser.layer import moe_layer as moe_layer
 from jax_iser.planner import Plan as Plan
 from jax_iser.planner import plan as plan
 from jax_iser.planner import plan_counts as plan_counts
-from jax_iser.replication import ExpertWeights as ExpertWeights
 from jax_iser.replication import start as start
 from jax_iser.shared_expert import shared_expert as shared_expert
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from jax_iser import _iser
 from jax_iser.config import DTYPES, DomainConfig
+from jax_iser.experts.activation import Activation
+from jax_iser.experts.formats import TOKEN_FORMATS
 from jax_iser.planner import COPY_RULES
 
 
@@ -21,16 +23,16 @@ def shape_of(config: DomainConfig, is_multi_process: bool) -> _iser.DomainShape:
         element_bytes=DTYPES[config.dtype],
         num_banks=config.num_banks,
         num_staged=min(config.num_helper_slots, config.num_home) if is_staging else 0,
-        weight_format=_weight_format(config),
-        token_format=_weight_format(config),
-        has_biases=False,
-        activation=_iser.Activation(0, 0.0, 1.0, 0.0),
+        weight_format=config.format.index,
+        token_format=TOKEN_FORMATS.index(config.token_format),
+        has_biases=config.expert_biases,
+        activation=_activation(config.activation),
     )
 
 
-def _weight_format(config) -> int:
-    """As ffi/core/bundle.h counts them; formats of tokens have the same order."""
-    return list(DTYPES).index(config.dtype) if config.weight_dtype is None else len(DTYPES)
+def _activation(activation: Activation) -> _iser.Activation:
+    values = (activation.limit, activation.alpha, activation.offset)
+    return _iser.Activation(activation.index, *(value or 0.0 for value in values))
 
 
 def options_of(config: DomainConfig, is_multi_process: bool) -> _iser.DomainOptions:

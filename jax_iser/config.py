@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import operator
 
 import numpy as np
 
-from jax_iser import fp8
-from jax_iser.experts.bundle import PLANE_ALIGN, align_up
+from jax_iser.experts.activation import SILU, Activation
+from jax_iser.experts.bundle import BundleLayout, bundle_layout
+from jax_iser.experts.formats import FORMATS, WeightFormat, format_of
+from jax_iser.experts.formats import WEIGHT_DTYPES as _ALIASES
+from jax_iser.limits import MAX_LAYERS
 from jax_iser.planner import check_plan_knobs
 
 DTYPES = {"float32": 4, "bfloat16": 2}
-WEIGHT_DTYPES = (None, fp8.NAME)  # in the order of ffi/core/layout.h
+WEIGHT_DTYPES = (None, *_ALIASES)
 BANKS = ("shared", "per_layer")
 PLATFORMS = ("cpu", "cuda")
-MAX_LAYERS = 1 << 16
 MAX_BYTES = 1 << 50  # far beyond any host: what offsets are computed with is much wider
 
 
@@ -61,9 +64,14 @@ class DomainConfig:
       max_tokens_per_rank: the most tokens a rank brings to a call.
       ranks_per_device: ranks that share a device; they are consecutive.
       num_helper_slots: helper slots `S` of a rank, 0 to 16.
-      dtype: of tokens and expert weights, float32 or bfloat16; kept by its name.
-      weight_dtype: None, or float8_e4m3fn: expert weights are planes of `quantize_fp8`, and
-        tokens are dispatched in FP8 too; needs `D` and `I` that are multiples of 128.
+      dtype: of tokens and outputs, float32 or bfloat16; kept by its name.
+      weight_dtype: None, or float8_e4m3fn, an alias of `weight_format="float8_block128"`.
+      weight_format: of expert weights. None: elements of `dtype`, `"float32"` or `"bfloat16"`.
+        `"float8_block128"`: planes of `quantize_fp8`; needs `D` and `I` that are multiples of 64.
+      token_format: what tokens are dispatched in. None: as the weight format has it,
+        `"float8_row128"` with `"float8_block128"`, else `dtype`.
+      activation: an `Activation` or the name of one, between the products of an expert.
+      expert_biases: experts have f32 biases of gate, up and down.
       num_layers: layers that use the Domain; `layer` operands are below it.
       bank: `"shared"`: layer i uses helper bank `i mod 2`; `"per_layer"`: its own.
       min_group_size: ranks of the smallest group below the all-rank one: 4, 2 or 1.
@@ -92,6 +100,10 @@ class DomainConfig:
     num_helper_slots: int = 4
     dtype: str = "float32"
     weight_dtype: str | None = None
+    weight_format: str | None = None
+    token_format: str | None = None
+    activation: Activation = SILU
+    expert_biases: bool = False
     num_layers: int = 1
     bank: str = "shared"
     min_group_size: int = 4
@@ -145,9 +157,8 @@ class DomainConfig:
         for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1")
-        if self.weight_dtype is not None:
-            sizes = (self.hidden_size, self.intermediate_size)
-            fp8.check_sizes(*sizes, "hidden_size", "intermediate_size")
+        sizes = (self.hidden_size, self.intermediate_size)
+        self.format.check_sizes(*sizes, "hidden_size", "intermediate_size")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers={self.num_layers} exceeds {MAX_LAYERS}")
         if self.top_k > self.num_experts:
@@ -178,11 +189,7 @@ class DomainConfig:
     def _check_choices(self):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.weight_dtype not in WEIGHT_DTYPES:
-            raise ValueError(
-                f"weight_dtype={self.weight_dtype!r} is neither None, for weights of dtype, nor "
-                f"{fp8.NAME!r}"
-            )
+        self._check_formats()
         if self.bank not in BANKS:
             raise ValueError(f"bank={self.bank!r} is not one of {', '.join(BANKS)}")
         if self.resident and self.bank != "per_layer":
@@ -205,6 +212,34 @@ class DomainConfig:
                 continue
             if value is None or not 0 < value <= 1e9:
                 raise ValueError(f"{name}={value} is outside (0, 1e9] seconds")
+
+    def _check_formats(self):
+        """Names what was left out, so that equal configurations have equal hashes."""
+        weight_format = format_of(self.weight_format, self.dtype, self.weight_dtype)
+        weight_format.check_dtype(self.dtype)
+        token_format = self.token_format or weight_format.token_format
+        if token_format != weight_format.token_format:
+            raise ValueError(
+                f"token_format={token_format!r} does not go with weight_format="
+                f"{weight_format.name!r}, which takes tokens in {weight_format.token_format!r}; "
+                "leave token_format out"
+            )
+        object.__setattr__(self, "weight_format", weight_format.name)
+        object.__setattr__(self, "weight_dtype", weight_format.weight_dtype)
+        object.__setattr__(self, "token_format", token_format)
+        object.__setattr__(self, "activation", Activation.of(self.activation))
+
+    @property
+    def format(self) -> WeightFormat:
+        """The object behind `weight_format`."""
+        assert self.weight_format is not None  # the constructor has set it
+        return FORMATS[self.weight_format]
+
+    @functools.cached_property
+    def bundle(self) -> BundleLayout:
+        """The planes of one expert."""
+        sizes = (self.hidden_size, self.intermediate_size)
+        return bundle_layout(self.format, *sizes, self.expert_biases)
 
     def startup_limit_s(self, is_multi_process: bool) -> float:
         """Seconds that a wait of the first call may take."""
@@ -234,13 +269,6 @@ class DomainConfig:
         return self.num_layers if self.bank == "per_layer" else min(2, self.num_layers)
 
     @property
-    def plane_bytes(self) -> int:
-        """Bytes of one plane of an expert; gate, up and down are all as large."""
-        if self.weight_dtype is not None:
-            return fp8.plane_bytes(self.intermediate_size, self.hidden_size)
-        return self.hidden_size * self.intermediate_size * DTYPES[self.dtype]
-
-    @property
     def bundle_bytes(self) -> int:
-        """Bytes of one expert: its gate, up and down planes."""
-        return 3 * align_up(self.plane_bytes, PLANE_ALIGN)
+        """Bytes of one expert in a helper slot: its planes, each at a multiple of 128 bytes."""
+        return self.bundle.num_bytes

@@ -15,12 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_iser import _bootstrap, _fork, _iser, fp8
+from jax_iser import _bootstrap, _fork, _iser
 from jax_iser._cpu import CpuRuntime
 from jax_iser._meeting import Meeting
 from jax_iser._options import shape_of
 from jax_iser.config import DomainConfig, check_integer
 from jax_iser.errors import IserError
+from jax_iser.experts.activation import SILU, Activation
+from jax_iser.experts.weights import ExpertWeights
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}  # of jax's devices
 _open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
@@ -117,6 +119,10 @@ class Domain:
         num_helper_slots: int = 4,
         dtype: Any = "float32",
         weight_dtype: Any = None,
+        weight_format: str | None = None,
+        token_format: str | None = None,
+        activation: str | Activation = SILU,
+        expert_biases: bool = False,
         num_layers: int = 1,
         bank: str = "shared",
         min_group_size: int = 4,
@@ -151,6 +157,10 @@ class Domain:
                 num_helper_slots=num_helper_slots,
                 dtype=dtype,
                 weight_dtype=weight_dtype,
+                weight_format=weight_format,
+                token_format=token_format,
+                activation=Activation.of(activation),
+                expert_biases=expert_biases,
                 num_layers=num_layers,
                 bank=bank,
                 min_group_size=min_group_size,
@@ -304,11 +314,19 @@ class Domain:
           IserError: another process is gone, closes the Domain, or does not call this too.
         """
         self._require_open()
-        return jax.tree.map(self._place_array, weights)
+        is_experts = lambda node: isinstance(node, ExpertWeights)  # noqa: E731
+        return jax.tree.map(self._place_node, weights, is_leaf=is_experts)
 
-    def _place_array(self, array):
+    def _place_node(self, node):
+        gate, *_ = self.config.bundle.planes
+        if not isinstance(node, ExpertWeights):
+            return self._place_array(node, gate.num_dims)
+        planes = zip(node.planes, self.config.bundle.planes, strict=False)
+        return ExpertWeights(*(self._place_array(a, plane.num_dims) for a, plane in planes))
+
+    def _place_array(self, array, num_dims):
         array = array if isinstance(array, jax.Array) else np.asarray(array)
-        axis = array.ndim - (2 if fp8.is_fp8(array) else 3)
+        axis = array.ndim - num_dims
         if axis not in (0, 1) or array.shape[axis] != self.config.num_experts:
             raise ValueError(
                 f"weights of shape {array.shape} do not have num_experts="

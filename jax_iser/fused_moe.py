@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_iser import _ffi
+from jax_iser.experts.weights import ExpertWeights
 from jax_iser.planner import Plan
-from jax_iser.replication import ExpertWeights, Ticket, check_tokens, check_weights, not_mapped
+from jax_iser.replication import Ticket, check_tokens, check_weights, not_mapped
 
 NUM_PLAN_FIELDS = len(Plan._fields)
 
@@ -56,9 +57,9 @@ def fused_moe(
 ) -> tuple[jax.Array, Plan]:
     """Completes the call that `start` began.
 
-    `sum_k topk_weights[t, k] * down(silu(gate(x[t])) * up(x[t]))`, over the experts that `start`
+    `sum_k topk_weights[t, k] * down(act(gate(x[t]), up(x[t])))`, over the experts that `start`
     was given. Products are summed in f32, each expert's output is rounded to `x.dtype`, the
-    weighted sum runs in k order in f32. With FP8 weights tokens and `silu(g) * u` are quantised for
+    weighted sum runs in k order in f32. With FP8 weights tokens and `act(g, u)` are quantised for
     each 128 columns. The bits do not depend on where a route ran. For gradients use `moe_layer`.
 
     Args:
@@ -74,10 +75,10 @@ def fused_moe(
     Raises:
       ValueError, TypeError: operands that do not fit the Domain.
     """
-    config = ticket.config
+    config, weights = ticket.config, ExpertWeights(*weights)
     check_tokens("x", x, config.hidden_size, config, config.dtype)
     check_tokens("topk_weights", topk_weights, config.top_k, config, "float32")
     check_weights(weights, config)
     after = jnp.zeros((), jnp.int32) if after is None else after
-    y, *plan = _make_call(config)(ticket.words, x, topk_weights, after, *weights)
+    y, *plan = _make_call(config)(ticket.words, x, topk_weights, after, *weights.planes)
     return y, Plan(*plan)

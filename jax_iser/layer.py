@@ -7,12 +7,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jax_iser import fp8
+from jax_iser.experts.activation import Activation
+from jax_iser.experts.weights import ExpertWeights
 from jax_iser.fused_moe import fused_moe
 from jax_iser.planner import Plan
 from jax_iser.reference.fused_moe import fused_moe as reference_fused_moe
+from jax_iser.reference.layer import check_experts_of
 from jax_iser.replication import (
-    ExpertWeights,
     as_i32,
     check_layer,
     check_start_arguments,
@@ -37,6 +38,8 @@ def moe_layer(
     method: str = "fused",
     balance: str = "haloq",
     axis_name: str | None = None,
+    weight_format: str | None = None,
+    activation: str | Activation | None = None,
 ) -> tuple[jax.Array, Plan]:
     """Routed experts plus the shared one, balanced over the ranks of the Domain.
 
@@ -56,6 +59,8 @@ def moe_layer(
       shared_expert: callable `[tokens, D] -> [tokens, D]`; its output is added.
       method: `"fused"`, or `"reference"`: plain JAX on any platform.
       balance: `"haloq"`, or `"none"`.
+      weight_format, activation: of the experts, where `domain` is None: see `DomainConfig`. None
+        is the Domain's, and without one x's dtype and `"silu"`.
       axis_name: the mapped axis of the ranks; needed for `"reference"` and for gradients with
         more than one device.
 
@@ -96,11 +101,14 @@ def moe_layer(
             shared_expert=shared_expert,
             balance=balance,
             axis_name=axis_name,
+            weight_format=weight_format,
+            activation=activation,
         )
     if domain is None:
         raise ValueError('method="fused" needs a Domain; pass domain.handle or use "reference"')
     weights, captured = ExpertWeights(*weights), []
     check_start_arguments(x, topk_ids, weights, domain, balance)
+    check_experts_of(domain.config, weight_format, activation)
     if shared_expert is not None:
         # What it closes over becomes an operand, so that it gets a gradient.
         shared_expert, captured = jax.closure_convert(shared_expert, x)
@@ -138,8 +146,17 @@ def _differentiable(shared_expert, balance, axis_name):
             )
 
         def reference(x, topk_weights, weights, captured):
-            planes = [plane[layer] if fp8.is_stacked(plane) else plane for plane in weights]
-            y = reference_fused_moe(x, topk_ids, topk_weights, *planes, axis_name=axis_name)
+            config = domain.config
+            weights = weights.of_layer(layer, config.bundle.planes[0].num_dims)
+            y = reference_fused_moe(
+                x,
+                topk_ids,
+                topk_weights,
+                *weights,
+                axis_name=axis_name,
+                weight_format=config.weight_format,
+                activation=config.activation,
+            )
             return y if shared_expert is None else y + shared_expert(x, *captured)
 
         _, pull = jax.vjp(reference, *operands)

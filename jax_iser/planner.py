@@ -9,12 +9,11 @@ import numpy as np
 
 from jax_iser import _iser
 from jax_iser.groups import group_levels
+from jax_iser.limits import MAX_EXPERTS, MAX_HELPER_SLOTS, MAX_RANKS
 from jax_iser.reference.planner import COPY_RULES, CountsPlan
 
 if TYPE_CHECKING:
     import jax  # host plans are made without it: replaying a trace starts at once
-
-MAX_RANKS, MAX_EXPERTS, MAX_HELPER_SLOTS = 72, 1024, 16
 
 
 class Plan(NamedTuple):

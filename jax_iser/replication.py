@@ -9,30 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from jax_iser import _ffi, fp8
+from jax_iser import _ffi
 from jax_iser.config import DomainConfig
 from jax_iser.domain import DomainHandle
+from jax_iser.experts.weights import ExpertWeights
 
 BALANCES = ("haloq", "none")
 VMAP_REMEDY = (
     "vmap over a jax_iser call is not supported: all ranks take part in each call; fold the mapped "
     'axis into the tokens, or use method="reference" with balance="none"'
 )
-
-
-class ExpertWeights(NamedTuple):
-    """Expert weights of one device's ranks, or of all ranks outside `shard_map`.
-
-    Attributes:
-      gate, up: `[H, I, D]` per rank, each expert contiguous; stacked `[L, H, I, D]` with `layer`.
-      down: `[H, D, I]`, stacked `[L, H, D, I]`.
-
-    As `quantize_fp8` makes them all three are `[H, bytes] u8`, stacked `[L, H, bytes]`.
-    """
-
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
 
 
 class Ticket(NamedTuple):
@@ -129,9 +115,10 @@ def start(
     Raises:
       ValueError, TypeError: operands that do not fit the Domain.
     """
+    weights = ExpertWeights(*weights)
     check_start_arguments(x, topk_ids, weights, domain, balance)
     params = call_params(layer, weights_version, balance, domain.config)
-    words, x = _make_call(domain.config)(domain.words, params, topk_ids, x, *weights)
+    words, x = _make_call(domain.config)(domain.words, params, topk_ids, x, *weights.planes)
     return Ticket(words, domain.config), x
 
 
@@ -188,48 +175,51 @@ def check_tokens(name, array, width, config, dtype) -> None:
 
 def check_weights(weights, config) -> None:
     """Checks the planes of one device's experts against the Domain's sizes."""
-    stacks = {plane.shape[0] if fp8.is_stacked(plane) else None for plane in weights}
-    if len(stacks) > 1:
+    arrays, layouts = weights.planes, config.bundle.planes
+    if len(arrays) != len(layouts):
+        found, remedy = ("biases", True) if weights.biases else ("no biases", False)
         raise ValueError(
-            f"gate, up, down have shapes {[plane.shape for plane in weights]}: stack all of them "
-            "over the same number of layers, or none"
+            f"the experts have {found}, the Domain was made with expert_biases="
+            f"{config.expert_biases}; make it with expert_biases={remedy}, or change the weights"
         )
+    for array, plane in zip(arrays, layouts, strict=True):
+        _check_plane(array, plane, config)
+    stacks = {
+        array.shape[0] if array.ndim > plane.num_dims else None
+        for array, plane in zip(arrays, layouts, strict=True)
+    }
+    shapes = f"{', '.join(p.name for p in layouts)} have shapes {[a.shape for a in arrays]}"
+    if len(stacks) > 1:
+        raise ValueError(f"{shapes}: stack all of them over the same number of layers, or none")
     if stacks == {0}:
         raise ValueError(
-            f"gate, up, down have shapes {[plane.shape for plane in weights]}: they are stacked "
-            "over 0 layers; stack those of one layer or more"
+            f"{shapes}: they are stacked over 0 layers; stack those of one layer or more"
         )
-    for name, plane, shape in zip(
-        ("gate", "up", "down"), weights, _plane_shapes(config), strict=True
-    ):
-        _check_format(name, plane, config)
-        if plane.ndim - len(shape) not in (0, 1) or plane.shape[-len(shape) :] != shape:
-            raise ValueError(
-                f"{name} has shape {plane.shape}, the Domain expects {shape} on each device "
-                "(with a leading layer axis when stacked)"
-            )
-        if not fp8.is_fp8(plane) and plane.dtype != jnp.dtype(config.dtype):
-            raise TypeError(f"{name} is {plane.dtype}, the Domain expects {config.dtype}; cast it")
 
 
-def _plane_shapes(config):
-    """Shapes of gate, up and down of one device, not stacked."""
-    experts = config.ranks_per_device * config.num_home
-    if config.weight_dtype is not None:
-        return [(experts, config.plane_bytes)] * 3
-    wide = (experts, config.intermediate_size, config.hidden_size)
-    return [wide, wide, (experts, config.hidden_size, config.intermediate_size)]
-
-
-def _check_format(name, plane, config):
-    if fp8.is_fp8(plane) == (config.weight_dtype is not None):
-        return
-    if fp8.is_fp8(plane):
+def _check_plane(array, plane, config):
+    if array.dtype != jnp.dtype(plane.array_dtype):
         raise TypeError(
-            f"{name} is uint8, the Domain expects {config.dtype}; make the Domain with "
-            f'weight_dtype="{fp8.NAME}" if these are planes of quantize_fp8'
+            f"{plane.name} is {array.dtype}, the Domain expects {plane.array_dtype}; "
+            + _dtype_remedy(array, plane, config)
         )
-    raise TypeError(
-        f"{name} is {plane.dtype}, the Domain expects uint8 planes of "
-        f'weight_dtype="{config.weight_dtype}"; convert the weights once by jax_iser.quantize_fp8'
-    )
+    shape = (config.ranks_per_device * config.num_home, *plane.array_shape)
+    if array.ndim - len(shape) not in (0, 1) or array.shape[-len(shape) :] != shape:
+        raise ValueError(
+            f"{plane.name} has shape {array.shape}, the Domain expects {shape} on each device "
+            "(with a leading layer axis when stacked)"
+        )
+
+
+def _dtype_remedy(array, plane, config):
+    if plane.array_dtype == "uint8":
+        return (
+            f'weights of weight_format="{config.weight_format}" are planes of '
+            "jax_iser.quantize_fp8: convert them once"
+        )
+    if array.dtype == jnp.uint8:
+        return (
+            'make the Domain with weight_format="float8_block128" if these are planes of '
+            "quantize_fp8"
+        )
+    return "cast it"

@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_iser
 from jax_iser import fp8
+from jax_iser.experts.activation import Activation
+from jax_iser.experts.bundle import bundle_layout
+from jax_iser.experts.formats import format_of
 from jax_iser.groups import group_levels
 from jax_iser.reference.fused_moe import fused_moe_numpy
 from jax_iser.replay import workloads
@@ -31,25 +34,42 @@ class Problem:
     topk_weights: np.ndarray  # [P * tokens, K]
     weights: jax_iser.ExpertWeights  # [E, I, D], [E, I, D], [E, D, I]; FP8 [E, bytes]
     num_ranks: int
+    weight_format: str | None = None  # None: elements of x's dtype
+    activation: str | Activation = "silu"
+
+    @property
+    def format(self):
+        return format_of(self.weight_format, self.x.dtype)
+
+    @property
+    def layout(self):
+        """The planes of an expert."""
+        hidden = self.x.shape[1]
+        intermediate = self.format.intermediate_of(self.weights.gate, hidden)
+        return bundle_layout(self.format, hidden, intermediate, bool(self.weights.biases))
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.weights.gate.ndim > self.layout.planes[0].num_dims
 
     @property
     def num_experts(self) -> int:
-        gate = self.weights.gate
-        return gate.shape[-2] if fp8.is_fp8(gate) else gate.shape[-3]
+        return self.weights.gate.shape[1 if self.is_stacked else 0]
 
     @property
     def sizes(self) -> dict:
         """Arguments of a Domain that fits."""
-        gate, hidden = self.weights.gate, self.x.shape[1]
-        is_fp8 = fp8.is_fp8(gate)
-        intermediate = fp8.intermediate_of(gate.shape[-1], hidden) if is_fp8 else gate.shape[-2]
-        return (FP8 if is_fp8 else {}) | {
+        gate = self.layout.planes[0]
+        return {
             "num_experts": self.num_experts,
             "top_k": self.topk_ids.shape[1],
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
+            "hidden_size": gate.shape[1],
+            "intermediate_size": gate.shape[0],
             "max_tokens_per_rank": len(self.x) // self.num_ranks,
             "dtype": str(jnp.dtype(self.x.dtype)),
+            "weight_format": self.weight_format,
+            "activation": self.activation,
+            "expert_biases": bool(self.weights.biases),
         }
 
     @property
@@ -76,6 +96,8 @@ def make_problem(
     num_layers=None,
     seed=0,
     step=0,
+    activation="silu",
+    has_biases=False,
 ) -> Problem:
     """A problem with routes of the workload and normal operands; stacked with `num_layers`."""
     rng = np.random.default_rng(seed)
@@ -101,7 +123,13 @@ def make_problem(
     )
     topk_weights = rng.dirichlet(np.ones(top_k), size=num_ranks * tokens).astype(np.float32)
     ids = ids.reshape(-1, top_k)
-    return Problem(normal(num_ranks * tokens, hidden), ids, topk_weights, weights, num_ranks)
+    x = normal(num_ranks * tokens, hidden)
+    if has_biases:
+        of = lambda size: rng.standard_normal((*stack, num_experts, size)).astype(np.float32)  # noqa: E731
+        weights = jax_iser.ExpertWeights(
+            *weights.planes, of(intermediate), of(intermediate), of(hidden)
+        )
+    return Problem(x, ids, topk_weights, weights, num_ranks, activation=activation)
 
 
 def make_fp8_problem(workload="W2", **sizes) -> Problem:
@@ -122,9 +150,12 @@ def make_fp8_problem(workload="W2", **sizes) -> Problem:
         ]
         return (array * (grid / 1.75**0.5)).astype(array.dtype)  # of the same variance
 
-    weights = jax_iser.quantize_fp8(jax.tree.map(uneven, problem.weights))
+    planes = (uneven(plane) for plane in problem.weights[:3])
+    weights = jax_iser.quantize_fp8(jax_iser.ExpertWeights(*planes, *problem.weights.biases))
     weights = jax.tree.map(np.asarray, weights)
-    return dataclasses.replace(problem, x=uneven(problem.x), weights=weights)
+    return dataclasses.replace(
+        problem, x=uneven(problem.x), weights=weights, weight_format="float8_block128"
+    )
 
 
 @functools.cache
@@ -156,9 +187,13 @@ PLAN_KNOBS = [
 PLAN_SPECS = jax_iser.Plan.specs(AXIS)
 
 
+def is_stacked(weights, config) -> bool:
+    return weights.gate.ndim > config.bundle.planes[0].num_dims
+
+
 def apply_layer(mesh, x, topk_ids, topk_weights, weights, handle, **options):
     """`moe_layer` under `shard_map`, for use inside jit: `(y, Plan)`."""
-    spec = P(None, AXIS) if fp8.is_stacked(weights.gate) else P(AXIS)
+    spec = P(None, AXIS) if is_stacked(weights, handle.config) else P(AXIS)
 
     def on_device(x, topk_ids, topk_weights, weights, handle, extra):
         return jax_iser.moe_layer(
@@ -223,7 +258,7 @@ def assert_same_bits(found, expected, what="output"):
 
 def bundle(problem: Problem, expert: int, layer=None) -> bytes:
     """What a replica of the expert holds: each plane padded with zeros to whole 128 bytes."""
-    planes = [plane if layer is None else plane[layer] for plane in problem.weights]
+    planes = [plane if layer is None else plane[layer] for plane in problem.weights.planes]
     planes = [np.ascontiguousarray(plane[expert]).tobytes() for plane in planes]
     return b"".join(plane + bytes(-len(plane) % 128) for plane in planes)
 
@@ -245,7 +280,7 @@ def assert_replicas(domain, problem: Problem, plan, layer=0, weights_layer=None)
 def check_residents(domain, problem: Problem) -> None:
     """Replicas of a Domain with `resident=True` stay as long as weights_version does."""
     changed = dataclasses.replace(
-        problem, weights=type(problem.weights)(*(plane + 1 for plane in problem.weights))
+        problem, weights=type(problem.weights)(*(plane + 1 for plane in problem.weights.planes))
     )
     first, plan = run_layer(problem, domain=domain)
     num_replicas = assert_replicas(domain, problem, plan)
@@ -306,21 +341,38 @@ def assert_same_plan(found, expected, fields=None):
 
 def dense_numpy(problem: Problem, layer=None) -> np.ndarray:
     """The layer in f64, one expert after the other: nobody's kernel. `[P * tokens, D] f64`."""
-    planes = [plane if layer is None else plane[layer] for plane in problem.weights]
-    gate, up, down = (np.asarray(plane, np.float64) for plane in planes)
+    planes = [plane if layer is None else plane[layer] for plane in problem.weights.planes]
+    gate, up, down, *biases = (np.asarray(plane, np.float64) for plane in planes)
     x = np.asarray(problem.x, np.float64)
     y = np.zeros_like(x)
     for expert in range(gate.shape[0]):
         share = np.where(problem.topk_ids == expert, problem.topk_weights, 0).sum(axis=1)
-        gated = x @ gate[expert].T
-        h = gated / (1 + np.exp(-gated)) * (x @ up[expert].T)
-        y += share[:, None] * (h @ down[expert].T)
+        gated, linear = x @ gate[expert].T, x @ up[expert].T
+        if biases:
+            gated, linear = gated + biases[0][expert], linear + biases[1][expert]
+        outputs = activation_f64(problem.activation, gated, linear) @ down[expert].T
+        y += share[:, None] * (outputs + biases[2][expert] if biases else outputs)
     return y
+
+
+def activation_f64(activation, gate, up) -> np.ndarray:
+    """The rule of an activation, written anew."""
+    activation = Activation.of(activation)
+    if activation.kind == "gelu_tanh":
+        tanh = np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))
+        return 0.5 * gate * (1 + tanh) * up
+    if activation.kind == "clamped_swiglu":
+        gate = np.where(gate > activation.limit, activation.limit, gate)
+        up = np.maximum(np.minimum(up, activation.limit), -activation.limit) + activation.offset
+        return gate / (1 + np.exp(-activation.alpha * gate)) * up
+    return gate / (1 + np.exp(-gate)) * up
 
 
 def reference_numpy(problem: Problem) -> np.ndarray:
     """The layer with the roundings of the contract, in NumPy. `[P * tokens, D] f64`."""
-    return np.asarray(fused_moe_numpy(*problem.operands[:3], *problem.weights), np.float64)
+    options = {"weight_format": problem.weight_format, "activation": problem.activation}
+    y = fused_moe_numpy(*problem.operands[:3], *problem.weights, **options)
+    return np.asarray(y, np.float64)
 
 
 def assert_close_fp8(y, expected, problem: Problem, most_flipped=0.06) -> None:

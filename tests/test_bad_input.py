@@ -316,7 +316,7 @@ BAD_OPERANDS = {
         r"down has shape \(2, 48, 32\), the Domain expects \(2, 32, 48\)",
     ),
     "too many experts": (
-        {"weights": jax_iser.ExpertWeights(*(widened(plane, 0) for plane in WEIGHTS))},
+        {"weights": jax_iser.ExpertWeights(*(widened(plane, 0) for plane in WEIGHTS.planes))},
         ValueError,
         r"gate has shape \(4, 48, 32\), the Domain expects \(2, 48, 32\)",
     ),
@@ -446,7 +446,7 @@ def test_layers_that_are_known_when_a_program_is_traced(domain):
 @pytest.mark.parametrize("make", [make_problem, make_fp8_problem])
 def test_weights_stacked_over_no_layer(monkeypatch, make):
     problem = make("W2", num_layers=1)
-    weights = jax_iser.ExpertWeights(*(plane[:0] for plane in problem.weights))
+    weights = jax_iser.ExpertWeights(*(plane[:0] for plane in problem.weights.planes))
     operands = (*problem.operands[:3], weights)
     with make_domain(problem) as own:
         call = jax.jit(functools.partial(apply_layer, own.mesh, layer=0))
@@ -516,7 +516,7 @@ def test_a_ticket_used_twice(domain):
 def test_other_weights_than_start_got(domain):
     def on_device(x, ids, topk_weights, weights, handle):
         ticket, x = jax_iser.start(x, ids, weights, handle)
-        other = jax_iser.ExpertWeights(*(plane * 2 for plane in weights))
+        other = jax_iser.ExpertWeights(*(plane * 2 for plane in weights.planes))
         return jax_iser.fused_moe(x, topk_weights, other, ticket)[0]
 
     call = jax.shard_map(

@@ -138,7 +138,7 @@ def test_residents_of_another_version_are_forgotten_by_a_call_that_copies_nothin
     """Its table starts empty: a later call must not find the old version's experts in it."""
     problem = make_problem("W2", num_experts=32, top_k=4)
     changed = dataclasses.replace(
-        problem, weights=type(problem.weights)(*(plane + 1 for plane in problem.weights))
+        problem, weights=type(problem.weights)(*(plane + 1 for plane in problem.weights.planes))
     )
     ids = np.arange(problem.topk_ids.size, dtype=np.int32) % 32  # as many for every expert
     level = dataclasses.replace(changed, topk_ids=ids.reshape(problem.topk_ids.shape))

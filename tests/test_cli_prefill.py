@@ -315,7 +315,7 @@ def test_bits_leave_separators_out():
         (["--weight-dtype", "int8"], ["'int8'", "float8_e4m3fn"]),
         (
             ["--weight-dtype", "float8_e4m3fn"],
-            ["--weight-dtype float8_e4m3fn", "hidden_size=32 is not a multiple of 128"],
+            ["--weight-dtype float8_e4m3fn", "hidden_size=32 is not a multiple of 64"],
         ),
         (["--nonsense"], ["--nonsense"]),
         (["--platform", "gpu"], ["--platform gpu", "JAX_PLATFORMS=cpu"]),

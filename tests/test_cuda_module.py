@@ -108,7 +108,7 @@ def test_fp8_layers_lower_for_gpus():
     config = config_of(problem)
     text = lower(problem, config)
     assert f"tensor<{workspace_bytes(config, 24)}xui8>" in text
-    assert f"tensor<32x{config.plane_bytes}xui8>" in text
+    assert f"tensor<32x{config.bundle.planes[0].num_bytes}xui8>" in text
 
 
 def test_fp8_with_f32_tokens_is_refused():

@@ -37,10 +37,10 @@ from layers import (
 
 import jax_iser
 import jax_iser.nnx
-from jax_iser import fp8
 from jax_iser.config import DomainConfig
 from jax_iser.domain import describe
-from jax_iser.reference import fp8 as twin
+from jax_iser.experts.formats import float8_block128 as fp8
+from jax_iser.reference import formats as twin
 from jax_iser.reference.fused_moe import fused_moe
 from jax_iser.replay.workloads import WORKLOADS
 
@@ -118,9 +118,9 @@ def test_weights_stay_where_they_are():
     quantise = jax.jit(jax_iser.quantize_fp8)
     found = quantise(weights)
     assert isinstance(found, jax_iser.ExpertWeights)
-    assert all(plane.sharding.is_equivalent_to(sharding, 2) for plane in found)
+    assert all(plane.sharding.is_equivalent_to(sharding, 2) for plane in found.planes)
     assert "all-" not in quantise.lower(weights).compile().as_text()
-    for one, plane in zip(found, problem.weights, strict=True):
+    for one, plane in zip(found.planes, problem.weights.planes, strict=True):
         assert_same_bits(one, twin.quantize_plane_numpy(plane))
 
 
@@ -136,10 +136,14 @@ def test_planes_that_do_not_fit_are_refused():
 # The twins.
 
 
+def reference_of(problem):
+    return functools.partial(fused_moe, weight_format=problem.weight_format)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_equals_numpy(dtype):
     problem = make_fp8_problem("W1", dtype=dtype)
-    y = jax.jit(fused_moe)(*problem.operands[:3], *problem.weights)
+    y = jax.jit(reference_of(problem))(*problem.operands[:3], *problem.weights)
     assert y.dtype == problem.x.dtype
     assert_close_fp8(y, reference_numpy(problem), problem)
 
@@ -150,7 +154,7 @@ def test_reference_against_f64():
     plane = np.random.default_rng(4).standard_normal((256, 384)).astype(np.float32)
     bytes_of = twin.quantize_plane_numpy(plane)
     values, scales = fp8.quantize_rows(rows[None])
-    found = twin._product(values, scales, bytes_of[None], 256, 384)[0]
+    found = fp8._product(values, scales, bytes_of[None], 256, 384)[0]
     exact_rows = np.asarray(values[0]).astype(np.float64)
     exact_rows *= np.repeat(np.asarray(scales[0], np.float64), 128, -1)
     weights, block_scales = twin.split_plane_numpy(bytes_of, 256, 384)
@@ -164,7 +168,9 @@ def test_error_against_unquantised_weights():
     """e4m3 rounds to 2.6 % rms; x, gate, up, h and down are rounded once each."""
     problem = make_problem("W0", num_experts=8, hidden=512, intermediate=384)
     exact = dense_numpy(problem)
-    quantised = dataclasses.replace(problem, weights=jax_iser.quantize_fp8(problem.weights))
+    quantised = dataclasses.replace(
+        problem, weights=jax_iser.quantize_fp8(problem.weights), weight_format="float8_block128"
+    )
     error = np.linalg.norm(reference_numpy(quantised) - exact) / np.linalg.norm(exact)
     assert 0.05 < error < 0.075, error
 
@@ -174,9 +180,13 @@ def test_gradients_are_those_of_the_dequantised_weights(method):
     problem = make_fp8_problem(num_experts=16)
     planes = [
         jax_iser.dequantize_fp8(plane, *shape)
-        for plane, shape in zip(problem.weights, ((384, 256), (384, 256), (256, 384)), strict=True)
+        for plane, shape in zip(
+            problem.weights.planes, ((384, 256), (384, 256), (256, 384)), strict=True
+        )
     ]
-    plain = dataclasses.replace(problem, weights=jax_iser.ExpertWeights(*planes))
+    plain = dataclasses.replace(
+        problem, weights=jax_iser.ExpertWeights(*planes), weight_format=None
+    )
 
     def gradients(problem, domain, **options):
         def total(x, topk_weights):
@@ -185,7 +195,7 @@ def test_gradients_are_those_of_the_dequantised_weights(method):
 
         return jax.jit(jax.grad(total, (0, 1)))(problem.x, problem.topk_weights)
 
-    with make_domain(problem) as domain, make_domain(plain, weight_dtype=None) as other:
+    with make_domain(problem) as domain, make_domain(plain) as other:
         found = gradients(problem, domain, method=method)
         expected = gradients(plain, other, method="reference")
     for name, one, another in zip(("x", "topk_weights"), found, expected, strict=True):
@@ -195,19 +205,24 @@ def test_gradients_are_those_of_the_dequantised_weights(method):
 
 def test_dense_scheme_is_refused():
     problem = make_fp8_problem()
-    with pytest.raises(ValueError, match='scheme="dense" takes no FP8 weights; use "blocked"'):
-        fused_moe(*problem.operands[:3], *problem.weights, scheme="dense")
+    with pytest.raises(ValueError, match='scheme="dense" takes no weights of float8_block128'):
+        reference_of(problem)(*problem.operands[:3], *problem.weights, scheme="dense")
 
 
 def test_reference_refuses_planes_of_other_sizes():
     problem = make_fp8_problem()
-    gate, up, down = problem.weights
-    with pytest.raises(ValueError, match=r"gate has shape \(32, 7\) of uint8, expected"):
-        fused_moe(*problem.operands[:3], gate[:, :7], up, down)
-    with pytest.raises(TypeError, match="up is float32, gate is uint8"):
-        fused_moe(*problem.operands[:3], gate, up.astype(np.float32), down)
-    with pytest.raises(ValueError, match="hidden size=100 is not a multiple of 128"):
-        fused_moe(problem.x[:, :100], *problem.operands[1:3], gate, up, down)
+    gate, up, down = problem.weights.planes
+    call = reference_of(problem)
+    with pytest.raises(ValueError, match=r"gate has shape \(32, 7\), expected planes .*float8"):
+        call(*problem.operands[:3], gate[:, :7], up, down)
+    with pytest.raises(TypeError, match=r"up has dtype float32, expected uint8 .* quantize_fp8"):
+        call(*problem.operands[:3], gate, up.astype(np.float32), down)
+    with pytest.raises(
+        TypeError, match=r'gate has dtype uint8, .* weight_format="float8_block128"'
+    ):
+        fused_moe(*problem.operands[:3], gate, up, down)
+    with pytest.raises(ValueError, match="hidden size=100 is not a multiple of 64"):
+        call(problem.x[:, :100], *problem.operands[1:3], gate, up, down)
 
 
 # The layer.
@@ -353,7 +368,7 @@ def test_stacked_weights_in_a_scan():
         assert not re.search(rf"= u8\[(?:1,)?4,{num_bytes}\]", text)
         expected = problem.x
         for layer in range(NUM_LAYERS):
-            planes = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights))
+            planes = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights.planes))
             args = (expected, *problem.operands[1:3], planes, domain.handle)
             expected = expected + jitted_layer(domain.mesh, **OFF)(*args)[0]
         assert_same_bits(y, expected)
@@ -385,15 +400,15 @@ def test_sizes_of_a_domain():
     assert told["bytes_per_rank"]["tokens"] == 24 * (256 + 16)
     assert told["bytes_per_rank"]["combine"] == 24 * 2 * 256 * 4
     assert told["config"]["weight_dtype"] == "float8_e4m3fn"
-    assert config.digest != dataclasses.replace(config, weight_dtype=None).digest
+    assert config.digest != DomainConfig(**SIZES, hidden_size=256, intermediate_size=384).digest
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"weight_dtype": "float8_e5m2"}, "weight_dtype='float8_e5m2' is neither None"),
-        ({"hidden_size": 200}, "hidden_size=200 is not a multiple of 128, .* zeros to 256"),
-        ({"intermediate_size": 64}, "intermediate_size=64 is not a multiple of 128, .* to 128"),
+        ({"hidden_size": 200}, "hidden_size=200 is not a multiple of 64, .* zeros to 256"),
+        ({"intermediate_size": 72}, "intermediate_size=72 is not a multiple of 64, .* to 128"),
     ],
 )
 def test_sizes_that_are_refused(change, text):
@@ -405,11 +420,16 @@ def test_sizes_that_are_refused(change, text):
 def test_weights_that_do_not_fit():
     problem = make_fp8_problem("W2")
     plain = make_problem("W2", num_experts=32, top_k=4, hidden=256, intermediate=384)
-    short = jax_iser.ExpertWeights(*(plane[:, :-128] for plane in problem.weights))
+    short = jax_iser.ExpertWeights(*(plane[:, :-128] for plane in problem.weights.planes))
     with make_domain(problem) as domain, make_domain(plain) as other:
         cases = [
             (domain, plain.weights, TypeError, "gate is float32, .* jax_iser.quantize_fp8"),
-            (other, problem.weights, TypeError, 'gate is uint8, .* weight_dtype="float8_e4m3fn"'),
+            (
+                other,
+                problem.weights,
+                TypeError,
+                'gate is uint8, .* weight_format="float8_block128"',
+            ),
             (domain, short, ValueError, r"gate has shape \(4, 98304\), .* \(4, 98432\)"),
         ]
         for place, weights, kind, text in cases:
@@ -480,5 +500,5 @@ def test_modules_that_cannot_be_built():
         make_moe(weight_dtype="int8")
     with pytest.raises(ValueError, match='reference_scheme="dense" takes no FP8 weights'):
         make_moe(reference_scheme="dense", **FP8)
-    with pytest.raises(ValueError, match="hidden_size=100 is not a multiple of 128"):
+    with pytest.raises(ValueError, match="hidden_size=100 is not a multiple of 64"):
         jax_iser.nnx.MoE(100, 256, num_experts=8, top_k=2, rngs=nnx.Rngs(0), **FP8)

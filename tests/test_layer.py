@@ -32,7 +32,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
 
 def dense_einsum(x, topk_ids, topk_weights, weights):
     """All experts on all tokens; f32, differentiable, one device."""
-    gate, up, down = (jnp.asarray(plane, jnp.float32) for plane in weights)
+    gate, up, down = (jnp.asarray(plane, jnp.float32) for plane in weights.planes)
     x32 = jnp.asarray(x, jnp.float32)
     h = jax.nn.silu(jnp.einsum("td,eid->tei", x32, gate)) * jnp.einsum("td,eid->tei", x32, up)
     one_hot = topk_ids[..., None] == jnp.arange(gate.shape[0])
@@ -42,7 +42,7 @@ def dense_einsum(x, topk_ids, topk_weights, weights):
 
 def ragged_dot(x, topk_ids, topk_weights, weights):
     """The layer as users write it today: routes sorted by expert, three `lax.ragged_dot`."""
-    gate, up, down = (jnp.swapaxes(jnp.asarray(plane), 1, 2) for plane in weights)
+    gate, up, down = (jnp.swapaxes(jnp.asarray(plane), 1, 2) for plane in weights.planes)
     tokens, top_k = topk_ids.shape
     order = jnp.argsort(topk_ids.reshape(-1), stable=True)
     sizes = jnp.bincount(topk_ids.reshape(-1), length=gate.shape[0]).astype(jnp.int32)

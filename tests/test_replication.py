@@ -16,12 +16,11 @@ OWNER_DIRECT, SAMI = 0, 1
 
 def slices_of(problem):
     """`(begin, end)` of the slices of a bundle: each plane is cut into its own."""
-    begin, slices = 0, []
-    for plane in problem.weights:
-        num_bytes = plane[0].nbytes
-        for at in range(0, num_bytes, SLICE_BYTES):
-            slices.append((begin + at, begin + min(at + SLICE_BYTES, num_bytes)))
-        begin += num_bytes
+    slices = []
+    for plane in problem.layout.planes:
+        for at in range(0, plane.num_bytes, SLICE_BYTES):
+            end = min(at + SLICE_BYTES, plane.num_bytes)
+            slices.append((plane.offset + at, plane.offset + end))
     return slices
 
 

@@ -51,7 +51,7 @@ def stacked():
     with make_domain(problem, num_layers=NUM_LAYERS) as domain:
         x = problem.x
         for layer in range(NUM_LAYERS):
-            weights = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights))
+            weights = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights.planes))
             y, _ = jitted_layer(domain.mesh, **OFF)(
                 x, problem.topk_ids, problem.topk_weights, weights, domain.handle
             )

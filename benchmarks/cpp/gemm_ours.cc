@@ -47,8 +47,7 @@ extern "C" void expert(int num_rows, int hidden, int intermediate, int dtype, co
   tile.weight_format =
       type == DType::kF32 ? iser::WeightFormat::kFloat32 : iser::WeightFormat::kBFloat16;
   iser::cpu::expert_tile(
-      tile,
-      scratch_of(iser::cpu::expert_tile_scratch_bytes(hidden, intermediate, num_rows, type)));
+      tile, scratch_of(iser::cpu::expert_tile_scratch_bytes(hidden, intermediate, num_rows, type)));
 }
 
 extern "C" int preferred_rows(int hidden, int intermediate, int dtype) {

@@ -145,6 +145,18 @@ nb::bytes read_helper(uint32_t id, int rank, int bank, int helper_idx) {
   return nb::bytes(domain->block(rank).helper(shape, bank, helper_idx), shape.bundle_bytes());
 }
 
+// By their names in jax_iser/limits.py.
+nb::dict limits() {
+  nb::dict result;
+  result["MAX_RANKS"] = kMaxRanks;
+  result["MAX_EXPERTS"] = kMaxExperts;
+  result["MAX_HELPER_SLOTS"] = kMaxHelperSlots;
+  result["MAX_LAYERS"] = kMaxLayers;
+  result["MAX_LOCAL_SLOTS"] = kMaxLocalSlots;
+  result["MAX_PLANES"] = kMaxPlanes;
+  return result;
+}
+
 nb::dict section_sizes(const DomainShape& shape) {
   const BlockLayout layout = block_layout(shape);
   nb::dict result;
@@ -239,7 +251,8 @@ void bind_domain(nb::module_& m) {
                const PlaneLayout& plane = bundle.planes[i];
                planes.append(nb::make_tuple(plane.rows, plane.columns, plane.element_bits,
                                             plane.scale_block, plane.offset, plane.bytes,
-                                            plane.scales_offset));
+                                            plane.scales_offset, static_cast<int32_t>(plane.type),
+                                            plane.num_dims));
              }
              return planes;
            })
@@ -276,6 +289,7 @@ void bind_domain(nb::module_& m) {
           nb::arg("max_routes_per_rank"), nb::arg("timeout_s"), nb::arg("startup_timeout_s"),
           nb::arg("poison"), nb::arg("sizes"))
       .def_rw("first_generation", &cpu::DomainOptions::first_generation);
+  m.attr("LIMITS") = limits();
   m.def("create_domain", &create_domain);
   m.def("wait_idle", &wait_idle);
   m.def("leave_domain", [](uint32_t id) { get(id)->leave(); });

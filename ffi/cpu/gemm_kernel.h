@@ -234,8 +234,8 @@ void project(const void* plane, const float* bias, int depth, int num_cols, Pane
     multiply_block(block, panels, x, weights, sums);
     for (int p = 0; p < panels.count(); ++p)
       store_panel<Out>(sums + panels.start(p, kBlockRows), panels.vecs(p) * kLanes,
-                       block.num_rows(), panels.rows(p), out_rows + p * kPanelRows,
-                       block.first_row, bias);
+                       block.num_rows(), panels.rows(p), out_rows + p * kPanelRows, block.first_row,
+                       bias);
   }
 }
 
@@ -300,8 +300,8 @@ void gemm_tn_isa(int m, int n, int k, const float* x, const float* w, float* c,
     }
     const ScratchLayout at(panels.num_rows, k, 0);
     pack_rows<F32>(rows, panels, k, floats + at.x);
-    project<F32, F32>(w, nullptr, k, n, panels, floats + at.x, floats + at.weights, floats + at.sums,
-                      out_rows);
+    project<F32, F32>(w, nullptr, k, n, panels, floats + at.x, floats + at.weights,
+                      floats + at.sums, out_rows);
   }
 }
 

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-dtype",
         choices=("float8_e4m3fn",),
         help="quantise the routed experts as they are read, and run in bf16; sizes must be "
-        "multiples of 128 (default: as the model is stored, and f32 unless that is FP8)",
+        "multiples of 64 (default: as the model is stored, and f32 unless that is FP8)",
     )
     add(
         "--repeats",

@@ -75,20 +75,25 @@ class Activation:
         if np is None:
             import jax.numpy as np
         if self.kind == "silu":
-            return gate * _sigmoid(gate, np) * up
+            return _times_sigmoid(gate, gate, np) * up
         if self.kind == "gelu_tanh":
             inner = _GELU_INNER * (gate + _GELU_CUBIC * gate * gate * gate)
-            return gate * _sigmoid(inner, np) * up
-        assert self.limit is not None  # the constructor has set it
+            return _times_sigmoid(gate, inner, np) * up
+        assert self.limit is not None  # the constructor has set them
+        assert self.alpha is not None
         gate = np.minimum(gate, self.limit)
         up = np.clip(up, -self.limit, self.limit)
-        return gate * _sigmoid(self.alpha * gate, np) * (up + self.offset)
+        return _times_sigmoid(gate, self.alpha * gate, np) * (up + self.offset)
 
 
-def _sigmoid(x, np):
+def _times_sigmoid(gate, x, np):
+    """`gate * sigmoid(x)`."""
     if np.__name__ == "jax.numpy":
         import jax
 
-        return jax.nn.sigmoid(x)
+        return gate * jax.nn.sigmoid(x)
     with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-x))
+        return gate / (1 + np.exp(-x))
+
+
+SILU = Activation("silu")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_iser import fp8
 from jax_iser.config import DTYPES, DomainConfig
+from jax_iser.experts.formats import format_of
 
 
 def check_module(module, handle, name):
@@ -28,7 +29,13 @@ def check_module(module, handle, name):
 def stack_size(module) -> int | None:
     """Layers that the expert planes of a module are stacked over; None where they are not."""
     gate = module.gate.get_value()
-    return gate.shape[0] if fp8.is_stacked(gate) else None
+    is_stacked = gate.ndim > gate_dims(module.weight_dtype)
+    return gate.shape[0] if is_stacked else None
+
+
+def gate_dims(weight_dtype: str | None) -> int:
+    """Axes of the gate planes of one layer."""
+    return format_of(None, "float32", weight_dtype).plane("gate", 1, 1).num_dims
 
 
 def unstacked(handle):

@@ -12,7 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_iser import fp8
 from jax_iser.config import WEIGHT_DTYPES, check_flag, check_integer, dtype_name
-from jax_iser.layer import ExpertWeights, moe_layer
+from jax_iser.experts.bundle import bundle_layout
+from jax_iser.experts.formats import format_of
+from jax_iser.experts.weights import ExpertWeights
+from jax_iser.layer import moe_layer
 from jax_iser.nnx import fits, meshes
 from jax_iser.nnx.telemetry import balanced_routing, plan_telemetry
 from jax_iser.nnx.variables import ExpertPlane, Fp8Plane, RoutedBias
@@ -274,7 +277,9 @@ class MoE(nnx.Module):
         if in_stack is not None and self._first_layer() > 0:
             # A call has one layer operand, for the stack and for the Domain: here they differ.
             planes = [p[in_stack] for p in planes]
-        experts = tuple(p if fp8.is_fp8(p) else p.astype(dtype) for p in planes)
+        if self.weight_dtype is None:
+            planes = [p.astype(dtype) for p in planes]
+        experts = ExpertWeights(*planes)
         scale = jnp.float32(1) * self.routed_scaling_factor
         return (of_layer(self.router, 2), bias, shared, scale), experts
 
@@ -282,12 +287,9 @@ class MoE(nnx.Module):
         """Records telemetry for `nnx.capture`; outside of it a module must not change."""
         if not hasattr(self, "__captures__"):
             return
-        sizes = (self.intermediate_size, self.hidden_size)
-        if self.weight_dtype is None:
-            plane_bytes = sizes[0] * sizes[1] * jnp.dtype(dtype).itemsize
-        else:
-            plane_bytes = fp8.plane_bytes(*sizes)
-        values = plan_telemetry(plan, 3 * plane_bytes) | {"plan": plan, "topk_ids": topk_ids}
+        weight_format = format_of(None, jnp.dtype(dtype).name, self.weight_dtype)
+        bundle = bundle_layout(weight_format, self.hidden_size, self.intermediate_size)
+        values = plan_telemetry(plan, bundle.num_bytes) | {"plan": plan, "topk_ids": topk_ids}
         if logits is not None:
             values["router_logits"] = logits
         for name, value in values.items():
@@ -310,6 +312,7 @@ class _Settings:
     norm_topk_prob: bool
     shared_expert_sms: int | None
     reference_scheme: str
+    weight_dtype: str | None
     forced_routing: str | None
     with_logits: bool
 
@@ -330,7 +333,8 @@ def _run(settings: _Settings, x, replicated, experts, domain, layer, version):
         y, *rest = on_device(x.reshape(-1, x.shape[-1]), *operands)
         return y.reshape(x.shape), *rest
     sharded = P(settings.axis)
-    of_experts = P(None, settings.axis) if fp8.is_stacked(experts[0]) else sharded
+    is_stacked = experts.gate.ndim > fits.gate_dims(settings.weight_dtype)
+    of_experts = P(None, settings.axis) if is_stacked else sharded
     rest_specs = (Plan.specs(settings.axis), sharded, sharded if settings.with_logits else None)
 
     def on_all(mesh, x, *operands):
@@ -362,10 +366,11 @@ def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer, 
     ids, weights, logits = _route(settings, tokens, router, bias, scale)
     if settings.method == "reference":
         options["scheme"] = settings.reference_scheme
+        options["weight_format"] = format_of(None, tokens.dtype, settings.weight_dtype).name
         y, plan = reference_layer(tokens, ids, weights, experts, domain, **options)
     else:
         options["weights_version"] = version
-        y, plan = moe_layer(tokens, ids, weights, ExpertWeights(*experts), domain, **options)
+        y, plan = moe_layer(tokens, ids, weights, experts, domain, **options)
     return y, plan, ids, logits if settings.with_logits else None
 
 

@@ -1,13 +1,14 @@
 """Twin of `fused_moe` in plain JAX and in NumPy: the oracle, the gradient, and the fallback.
 
-`sum_k topk_weights[t,k] * down(silu(gate(x)) * up(x))` with the rounding of the fused kernels:
-gate and up accumulate in f32, `h` is rounded to x.dtype, down accumulates in f32 and is rounded
-to x.dtype, the weighted sum over k is f32 in k order with one final cast. Dropless. With FP8
-weights the products are those of reference/fp8.py.
+`sum_k topk_weights[t,k] * down(act(gate(x), up(x)))` with the rounding of the fused kernels: gate
+and up accumulate in f32, `h` is rounded to x.dtype, down accumulates in f32 and is rounded to
+x.dtype, the weighted sum over k is f32 in k order with one final cast. Biases are added in f32, to
+complete sums. Dropless. Weight formats bring products of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,8 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_iser import fp8
-from jax_iser.reference import fp8 as fp8_twin
+from jax_iser.experts.activation import Activation
+from jax_iser.experts.bundle import NUM_WEIGHT_PLANES, bundle_layout
+from jax_iser.experts.formats import FORMATS, WeightFormat, format_of
+from jax_iser.experts.weights import ExpertWeights
+from jax_iser.reference.formats import EXPERT_MLP
 
 SCHEMES = ("blocked", "dense")
 _MAX_BLOCK = 128
@@ -24,7 +28,23 @@ _BLOCKS_PER_STEP = 32
 _NO_ROW = 2**31 - 1
 
 
-def check_fused_moe_arguments(x, topk_ids, topk_weights, gate, up, down) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Expert:
+    """What is static of an expert: how its weights are stored, and its activation."""
+
+    weight_format: str
+    activation: Activation
+
+    @classmethod
+    def of(cls, weight_format, activation, dtype) -> _Expert:
+        return cls(format_of(weight_format, dtype).name, Activation.of(activation))
+
+    @property
+    def format(self) -> WeightFormat:
+        return FORMATS[self.weight_format]
+
+
+def check_fused_moe_arguments(x, topk_ids, topk_weights, weights, expert) -> None:
     """Raises ValueError or TypeError, naming both values, for operands that do not fit."""
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}, expected [tokens, hidden]; reshape it first")
@@ -37,60 +57,51 @@ def check_fused_moe_arguments(x, topk_ids, topk_weights, gate, up, down) -> None
         )
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
         raise TypeError(f"topk_ids has dtype {topk_ids.dtype}, expected int32")
-    hidden = x.shape[1]
-    if fp8.is_fp8(gate):
-        _check_fp8_planes(hidden, gate, up, down)
-        return
-    if gate.ndim != 3 or gate.shape[2] != hidden:
+    _check_planes(x, weights, expert.format)
+
+
+def _check_planes(x, weights, weight_format):
+    weight_format.check_dtype(str(x.dtype))
+    hidden, gate = x.shape[1], weights.gate
+    weight_format.check_sizes(hidden, 0, "the hidden size", "")
+    plane = weight_format.plane("gate", 1, hidden)
+    _check_dtype("gate", gate, plane, weight_format)
+    fits = gate.ndim == plane.num_dims
+    intermediate = weight_format.intermediate_of(gate, hidden) if fits else 0
+    if not intermediate:
         raise ValueError(
-            f"gate has shape {gate.shape}, expected [experts, intermediate, {hidden}] for x "
-            f"{x.shape}"
+            f"gate has shape {gate.shape}, expected planes [intermediate, {hidden}] of "
+            f"weight_format={weight_format.name!r} for each expert, for x {x.shape}"
         )
-    num_experts, intermediate, _ = gate.shape
-    for name, plane, expected in (
-        ("up", up, gate.shape),
-        ("down", down, (num_experts, hidden, intermediate)),
-    ):
-        if plane.shape != expected:
+    layout = bundle_layout(weight_format, hidden, intermediate, bool(weights.biases))
+    for array, plane in zip(weights.planes, layout.planes, strict=True):
+        _check_dtype(plane.name, array, plane, weight_format)
+        expected = (gate.shape[0], *plane.array_shape)
+        if array.shape != expected:
             raise ValueError(
-                f"{name} has shape {plane.shape}, expected {expected} beside gate {gate.shape}"
+                f"{plane.name} has shape {array.shape}, expected {expected} beside gate "
+                f"{gate.shape}"
             )
-    for name, plane in (("gate", gate), ("up", up), ("down", down)):
-        if plane.dtype != x.dtype:
-            raise TypeError(f"{name} has dtype {plane.dtype}, x {x.dtype}; cast one of them")
 
 
-def _check_fp8_planes(hidden, gate, up, down):
-    fp8.check_sizes(hidden, 0, "the hidden size", "")
-    if gate.ndim != 2 or not fp8.intermediate_of(gate.shape[1], hidden):
-        raise ValueError(
-            f"gate has shape {gate.shape} of uint8, expected [experts, bytes] of planes "
-            f"[intermediate, {hidden}] of quantize_fp8"
-        )
-    for name, plane in (("up", up), ("down", down)):
-        if not fp8.is_fp8(plane):
-            raise TypeError(f"{name} is {plane.dtype}, gate is uint8: quantise all or none")
-        if plane.shape != gate.shape:
-            raise ValueError(f"{name} has shape {plane.shape}, expected {gate.shape} as gate")
-
-
-def _expert_mlp(rows, is_route, gate, up, down):
-    """`[n, rows, D]` through one expert each, `[n, I, D]`, `[n, I, D]`, `[n, D, I]`.
-
-    Rows outside `is_route [n, rows, 1] bool` are filler and zero. Their products are masked too:
-    a zero cotangent times a weight that is not finite would be NaN in the backward pass.
-    """
-    f32 = jnp.float32
-    gated = jnp.einsum("nrd,nid->nri", rows, gate, preferred_element_type=f32)
-    linear = jnp.einsum("nrd,nid->nri", rows, up, preferred_element_type=f32)
-    gated, linear = (jnp.where(is_route, product, 0.0) for product in (gated, linear))
-    hidden = (jax.nn.silu(gated) * linear).astype(rows.dtype)
-    return jnp.einsum("nri,ndi->nrd", hidden, down, preferred_element_type=f32).astype(rows.dtype)
+def _check_dtype(name, array, plane, weight_format):
+    if array.dtype == jnp.dtype(plane.array_dtype):
+        return
+    remedy = "cast it"
+    if plane.array_dtype == "uint8":
+        remedy = "convert the weights by quantize_fp8"
+    elif array.dtype == jnp.uint8:
+        remedy = 'pass weight_format="float8_block128" if these are planes of quantize_fp8'
+    raise TypeError(
+        f"{name} has dtype {array.dtype}, expected {plane.array_dtype} for weight_format="
+        f"{weight_format.name!r} beside x; {remedy}"
+    )
 
 
 def _take(operand, index):
     """`operand[index]` whose gradient is summed in f32, whatever the operand's type."""
-    if fp8.is_fp8(operand):
+    operand = jnp.asarray(operand)
+    if not jnp.issubdtype(operand.dtype, jnp.floating):
         return operand[index]
     return operand.astype(jnp.float32)[index].astype(operand.dtype)
 
@@ -137,9 +148,9 @@ def _layout(local_ids, num_experts, rows):
     return position, route_of_row, block_expert, block_stop[-1]
 
 
-def _route_outputs(x, local_ids, gate, up, down):
+def _route_outputs(expert, x, local_ids, planes, biases):
     """The rounded expert output of each route, `[tokens, K, D]`; zeros where no expert is local."""
-    (tokens, hidden), num_experts = x.shape, gate.shape[0]
+    (tokens, hidden), num_experts = x.shape, planes[0].shape[0]
     top_k = local_ids.shape[1]
     rows = _block_rows(tokens * top_k, num_experts)
     position, route_of_row, block_expert, used = _layout(local_ids.reshape(-1), num_experts, rows)
@@ -149,10 +160,10 @@ def _route_outputs(x, local_ids, gate, up, down):
         tokens_of_rows = _take(x, jnp.maximum(step_rows, 0) // top_k)
         # Filler rows are zero: whatever a token holds, only its own routes may see it.
         operands = jnp.where(is_route, tokens_of_rows, 0).reshape(-1, rows, hidden)
-        planes = (_take(plane, step_experts) for plane in (gate, up, down))
-        if fp8.is_fp8(gate):
-            return fp8_twin.expert_mlp(operands, *planes).reshape(-1, hidden)
-        return _expert_mlp(operands, is_route.reshape(-1, rows, 1), *planes).reshape(-1, hidden)
+        of_blocks = [[_take(a, step_experts) for a in arrays] for arrays in (planes, biases)]
+        is_route = is_route.reshape(-1, rows, 1)
+        outputs = expert.format.expert_mlp(operands, *of_blocks, expert.activation, is_route)
+        return outputs.reshape(-1, hidden)
 
     num_steps = -(-block_expert.shape[0] // _BLOCKS_PER_STEP)
     if num_steps <= 2:
@@ -192,8 +203,9 @@ def _combine(outputs, topk_weights, is_valid, dtype):
     return total.astype(dtype)
 
 
-def _dense(x, topk_ids, topk_weights, is_valid, gate, up, down):
+def _dense(activation, x, topk_ids, topk_weights, is_valid, planes, biases):
     """Every expert on every token as three wide matmuls, weights folded in before down."""
+    gate, up, down = planes
     num_experts, intermediate, hidden = gate.shape
     weights = jnp.where(is_valid, topk_weights.astype(jnp.float32), 0.0)
     one_hot = topk_ids[..., None] == jnp.arange(num_experts)
@@ -202,13 +214,15 @@ def _dense(x, topk_ids, topk_weights, is_valid, gate, up, down):
     x = jnp.where(is_valid.any(axis=1, keepdims=True), x, 0)
     wide = num_experts * intermediate
     gated, linear = (
-        jnp.where(
-            is_route, (x @ plane.reshape(wide, hidden).T).reshape(-1, num_experts, intermediate), 0
-        )
+        (x @ plane.reshape(wide, hidden).T).reshape(-1, num_experts, intermediate)
         for plane in (gate, up)
     )
-    h = jax.nn.silu(gated.astype(jnp.float32)) * linear * of_expert[..., None]
-    return h.astype(x.dtype).reshape(-1, wide) @ down.transpose(0, 2, 1).reshape(wide, hidden)
+    if biases:
+        gated, linear = gated + biases[0], linear + biases[1]
+    gated, linear = (jnp.where(is_route, product, 0) for product in (gated, linear))
+    h = activation(gated.astype(jnp.float32), linear.astype(jnp.float32)) * of_expert[..., None]
+    y = h.astype(x.dtype).reshape(-1, wide) @ down.transpose(0, 2, 1).reshape(wide, hidden)
+    return (y + of_expert @ biases[2]).astype(x.dtype) if biases else y
 
 
 def fused_moe(
@@ -218,9 +232,14 @@ def fused_moe(
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
     *,
     axis_name: str | None = None,
     scheme: str = "blocked",
+    weight_format: str | None = None,
+    activation: str | Activation = "silu",
 ) -> jax.Array:
     """The routed experts of a MoE layer in plain JAX: differentiable, on any platform.
 
@@ -230,8 +249,8 @@ def fused_moe(
         contribute 0, whatever their weight.
       topk_weights: `[tokens, K] f32`.
       gate, up: `[H, I, D]`, x.dtype: this rank's experts, all of them without `axis_name`.
-      down: `[H, D, I]`. Or all three `[H, bytes] u8` of `quantize_fp8`: gradients are then those
-        of the layer with the dequantised weights in x.dtype, and weights have none.
+      down: `[H, D, I]`. Or all three as `weight_format` has them.
+      gate_bias, up_bias, down_bias: `[H, I] f32`, `[H, I] f32`, `[H, D] f32`, or None: all or none.
       axis_name: inside `shard_map`, the axis the experts are spread over in order. Tokens of all
         ranks are gathered, each rank computes the routes of its experts, and the rounded outputs
         of the routes return by a sum in which every route has one non-zero term: the result does
@@ -242,6 +261,10 @@ def fused_moe(
         models with on GPUs; without `axis_name` only. The gradient of every expert sums over all
         tokens there, so a token that is not finite and is routed anywhere reaches all of them;
         `"blocked"` keeps it to the experts that the token names.
+      weight_format: of the planes; None for elements of x.dtype. With `"float8_block128"` they are
+        `[H, bytes] u8` of `quantize_fp8`; gradients are then those of the layer with the
+        dequantised weights in x.dtype, and weights have none.
+      activation: an `Activation` or the name of one.
 
     Returns:
       `[tokens, D]` x.dtype.
@@ -249,92 +272,108 @@ def fused_moe(
     Raises:
       ValueError, TypeError: shapes, dtypes or a scheme that do not fit.
     """
-    check_fused_moe_arguments(x, topk_ids, topk_weights, gate, up, down)
+    expert = _Expert.of(weight_format, activation, x.dtype)
+    weights = ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
+    check_fused_moe_arguments(x, topk_ids, topk_weights, weights, expert)
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not one of {SCHEMES}")
     if scheme == "dense" and axis_name is not None:
         raise ValueError('scheme="dense" is for axis_name=None; use "blocked" inside shard_map')
-    if scheme == "dense" and fp8.is_fp8(gate):
-        raise ValueError('scheme="dense" takes no FP8 weights; use "blocked"')
+    if scheme == "dense" and not expert.format.has_gradient:
+        raise ValueError(
+            f'scheme="dense" takes no weights of {expert.weight_format}; use "blocked"'
+        )
     if topk_ids.size == 0:
         return jnp.zeros_like(x)
+    planes, biases = (gate, up, down), weights.biases
     if scheme == "dense":
         is_valid = (topk_ids >= 0) & (topk_ids < gate.shape[0])
-        return _dense(x, topk_ids, topk_weights, is_valid, gate, up, down)
-    blocked = _blocked_fp8 if fp8.is_fp8(gate) else _blocked
-    return blocked(axis_name, x, topk_weights, topk_ids, (gate, up, down))
+        operands = (x, topk_ids, topk_weights, is_valid, planes, biases)
+        return _dense(expert.activation, *operands)
+    blocked = _blocked if expert.format.has_gradient else _blocked_of_values
+    return blocked(expert, axis_name, x, topk_weights, biases, topk_ids, planes)
 
 
-def _blocked(axis_name, x, topk_weights, topk_ids, planes):
+def _blocked(expert, axis_name, x, topk_weights, biases, topk_ids, planes):
     """The routed experts by blocks of routes."""
     num_local = planes[0].shape[0]
     if axis_name is None:
         is_valid = (topk_ids >= 0) & (topk_ids < num_local)
-        outputs = _route_outputs(x, topk_ids, *planes)
+        outputs = _route_outputs(expert, x, topk_ids, planes, biases)
         return _combine(outputs, topk_weights, is_valid, x.dtype)
     is_valid = (topk_ids >= 0) & (topk_ids < num_local * lax.axis_size(axis_name))
     all_x = lax.all_gather(x, axis_name, tiled=True)
     all_ids = lax.all_gather(topk_ids, axis_name, tiled=True)
     local_ids = all_ids - lax.axis_index(axis_name) * num_local
-    outputs = _route_outputs(all_x, local_ids, *planes)
+    outputs = _route_outputs(expert, all_x, local_ids, planes, biases)
     outputs = lax.psum_scatter(outputs, axis_name, tiled=True)
     return _combine(outputs, topk_weights, is_valid, x.dtype)
 
 
-# Rounding to e4m3 has no gradient of its own: it counts as the identity.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked_fp8(axis_name, x, topk_weights, topk_ids, planes):
-    return _blocked(axis_name, x, topk_weights, topk_ids, planes)
+# Rounding to a format of few bits has no gradient of its own: it counts as the identity.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _blocked_of_values(expert, axis_name, x, topk_weights, biases, topk_ids, planes):
+    return _blocked(expert, axis_name, x, topk_weights, biases, topk_ids, planes)
 
 
-def _forward_fp8(axis_name, *operands):
-    return _blocked_fp8(axis_name, *operands), operands
+def _forward_of_values(expert, axis_name, *operands):
+    return _blocked_of_values(expert, axis_name, *operands), operands
 
 
-def _backward_fp8(axis_name, operands, cotangent):
-    x, topk_weights, topk_ids, planes = operands
+def _backward_of_values(expert, axis_name, operands, cotangent):
+    x, topk_weights, biases, topk_ids, planes = operands
     hidden = x.shape[1]
-    wide = (fp8.intermediate_of(planes[0].shape[1], hidden), hidden)
+    wide = (expert.format.intermediate_of(planes[0], hidden), hidden)
     shapes = (wide, wide, wide[::-1])
-    dequantised = tuple(
-        fp8.dequantize_fp8(plane, *shape).astype(x.dtype)
+    values = tuple(
+        expert.format.values(plane, *shape).astype(x.dtype)
         for plane, shape in zip(planes, shapes, strict=True)
     )
+    plain_expert = dataclasses.replace(expert, weight_format=str(x.dtype))
 
-    def plain(x, topk_weights):
-        return _blocked(axis_name, x, topk_weights, topk_ids, dequantised)
+    def plain(x, topk_weights, biases):
+        return _blocked(plain_expert, axis_name, x, topk_weights, biases, topk_ids, values)
 
-    _, pull = jax.vjp(plain, x, topk_weights)
+    _, pull = jax.vjp(plain, x, topk_weights, biases)
     no_gradient = lambda a: np.zeros(a.shape, jax.dtypes.float0)  # noqa: E731
     return *pull(cotangent), *jax.tree.map(no_gradient, (topk_ids, planes))
 
 
-_blocked_fp8.defvjp(_forward_fp8, _backward_fp8)
+_blocked_of_values.defvjp(_forward_of_values, _backward_of_values)
 
 
-def fused_moe_numpy(x, topk_ids, topk_weights, gate, up, down) -> np.ndarray:
+def fused_moe_numpy(
+    x,
+    topk_ids,
+    topk_weights,
+    gate,
+    up,
+    down,
+    gate_bias=None,
+    up_bias=None,
+    down_bias=None,
+    *,
+    weight_format: str | None = None,
+    activation: str | Activation = "silu",
+) -> np.ndarray:
     """The same in NumPy, one expert at a time over all experts: arguments as `fused_moe`."""
-    x, topk_ids, topk_weights, gate, up, down = (
-        np.asarray(a) for a in (x, topk_ids, topk_weights, gate, up, down)
-    )
-    check_fused_moe_arguments(x, topk_ids, topk_weights, gate, up, down)
-    f32 = np.float32
+    x, topk_ids, topk_weights = (np.asarray(a) for a in (x, topk_ids, topk_weights))
+    weights = ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
+    weights = ExpertWeights(*(np.asarray(plane) for plane in weights.planes))
+    of_expert = _Expert.of(weight_format, activation, x.dtype)
+    check_fused_moe_arguments(x, topk_ids, topk_weights, weights, of_expert)
+    f32, num_experts = np.float32, weights.gate.shape[0]
     outputs = np.zeros((*topk_ids.shape, x.shape[1]), f32)
-    for expert in range(gate.shape[0]):
+    expert_mlp = EXPERT_MLP[of_expert.weight_format]
+    for expert in range(num_experts):
         token, k = np.nonzero(topk_ids == expert)
-        if fp8.is_fp8(gate):
-            planes = (plane[expert] for plane in (gate, up, down))
-            outputs[token, k] = fp8_twin.expert_mlp_numpy(x[token], *planes).astype(f32)
-            continue
-        rows = x[token].astype(f32)
-        gated = rows @ gate[expert].astype(f32).T
-        with np.errstate(over="ignore"):
-            h = gated / (1 + np.exp(-gated)) * (rows @ up[expert].astype(f32).T)
-        h = h.astype(x.dtype).astype(f32)
-        outputs[token, k] = (h @ down[expert].astype(f32).T).astype(x.dtype).astype(f32)
-    is_valid = (topk_ids >= 0) & (topk_ids < gate.shape[0])
-    weights = np.where(is_valid, topk_weights, 0).astype(f32)
+        planes = (plane[expert] for plane in weights.planes[:NUM_WEIGHT_PLANES])
+        biases = [bias[expert] for bias in weights.biases]
+        rows = expert_mlp(x[token], *planes, biases, of_expert.activation)
+        outputs[token, k] = rows.astype(f32)
+    is_valid = (topk_ids >= 0) & (topk_ids < num_experts)
+    route_weights = np.where(is_valid, topk_weights, 0).astype(f32)
     total = np.zeros(x.shape, f32)
     for choice in range(topk_ids.shape[1]):
-        total = total + weights[:, choice, None] * outputs[:, choice]
+        total = total + route_weights[:, choice, None] * outputs[:, choice]
     return total.astype(x.dtype)

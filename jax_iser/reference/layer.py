@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_iser import fp8
+from jax_iser.experts.activation import Activation
+from jax_iser.experts.formats import format_of
+from jax_iser.experts.weights import ExpertWeights
 from jax_iser.planner import Plan
 from jax_iser.reference import planner
 from jax_iser.reference.fused_moe import fused_moe
@@ -19,17 +21,17 @@ from jax_iser.reference.fused_moe import fused_moe
 BALANCES = ("haloq", "none")
 
 
-def _select_layer(weights, layer):
-    """The planes of one layer, `[V*H, ...]`, of weights that may come stacked `[L, ...]`."""
-    gate, up, down = weights
-    if fp8.is_stacked(gate):
-        if gate.shape[0] == 0:
+def check_experts_of(config, weight_format, activation) -> None:
+    """Raises ValueError where a call names another weight format or activation than the Domain."""
+    if activation is not None:
+        activation = Activation.of(activation)
+    for name, found in (("weight_format", weight_format), ("activation", activation)):
+        expected = getattr(config, name)
+        if found not in (None, expected):
             raise ValueError(
-                f"gate has shape {gate.shape}: the weights are stacked over 0 layers; stack those "
-                "of one layer or more"
+                f"{name}={found!r}, but the Domain was made with {name}={expected!r}; leave it "
+                "out, or make a Domain with it"
             )
-        return gate[layer], up[layer], down[layer]
-    return gate, up, down
 
 
 def _counts(topk_ids, num_experts, ranks_here, axis_name):
@@ -128,6 +130,8 @@ def moe_layer(
     num_helper_slots: int = 4,
     min_group_size: int = 4,
     scheme: str = "blocked",
+    weight_format: str | None = None,
+    activation: str | Activation | None = None,
 ):
     """One MoE layer: routed experts plus the shared one, and the plan that HALO-Q makes of it.
 
@@ -136,7 +140,7 @@ def moe_layer(
       topk_ids: `[tokens, K] i32`; ids outside the experts of all ranks contribute 0.
       topk_weights: `[tokens, K] f32`.
       weights: `ExpertWeights` of this device's ranks, `[V*H, I, D]` (down `[V*H, D, I]`), or
-        FP8 `[V*H, bytes]`, or either stacked `[L, ...]` with `layer`.
+        FP8 `[V*H, bytes]`, or either stacked `[L, ...]` with `layer`; biases likewise.
       domain: a `DomainHandle`, read for its sizes and knobs only, or None: then one rank a device.
       layer: int or i32 scalar; selects from stacked weights.
       shared_expert: callable `[tokens, D] -> [tokens, D]` whose result is added.
@@ -144,6 +148,8 @@ def moe_layer(
         choice for training.
       axis_name: the mapped axis the experts are spread over; None outside `shard_map`.
       num_helper_slots, min_group_size: the plan's knobs where `domain` is None.
+      weight_format, activation: of the experts; None is the Domain's, and without one x's dtype and
+        `"silu"`.
       scheme: see `jax_iser.reference.fused_moe.fused_moe`.
 
     Returns:
@@ -158,6 +164,8 @@ def moe_layer(
     ranks_here = 1
     if domain is not None:
         config = domain.config
+        check_experts_of(config, weight_format, activation)
+        weight_format, activation = config.weight_format, config.activation
         ranks_here = config.ranks_per_device
         knobs = {
             "num_helper_slots": config.num_helper_slots,
@@ -166,7 +174,16 @@ def moe_layer(
             "gain_threshold": config.gain_threshold,
             "copy_rule": config.copy_rule,
         }
-    gate, up, down = _select_layer(weights, layer)
+    of_weights = format_of(weight_format, x.dtype)
+    unstacked = of_weights.plane("gate", 1, x.shape[-1]).num_dims
+    weights = ExpertWeights(*weights)
+    if weights.gate.ndim > unstacked and weights.gate.shape[0] == 0:
+        raise ValueError(
+            f"gate has shape {weights.gate.shape}: the weights are stacked over 0 layers; stack "
+            "those of one layer or more"
+        )
+    weights = weights.of_layer(layer, unstacked)
+    gate = weights.gate
     devices = 1 if axis_name is None else lax.axis_size(axis_name)
     num_experts = gate.shape[0] * devices
     if domain is not None and num_experts != domain.config.num_experts:
@@ -180,7 +197,16 @@ def moe_layer(
             f"by ranks_per_device={ranks_here}; pad the tokens to "
             f"{x.shape[0] + -x.shape[0] % ranks_here} and drop the outputs of the rows added"
         )
-    y = fused_moe(x, topk_ids, topk_weights, gate, up, down, axis_name=axis_name, scheme=scheme)
+    y = fused_moe(
+        x,
+        topk_ids,
+        topk_weights,
+        *weights,
+        axis_name=axis_name,
+        scheme=scheme,
+        weight_format=of_weights.name,
+        activation=activation or "silu",
+    )
     if shared_expert is not None:
         y = y + shared_expert(x)
     return y, _plan(topk_ids, num_experts, ranks_here, axis_name, balance, knobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jax_iser.experts.bundle import PLANE_ALIGN
 from jax_iser.groups import group_levels
 from jax_iser.reference.planner import RESIDENT
 
@@ -16,11 +17,12 @@ def replicate(broadcasts, weights, *, num_ranks, num_helper_slots, min_group_siz
 
     Args:
       broadcasts: `[P*S, 6] i32`, as in `CountsPlan`.
-      weights: gate, up `[E, I, D]` and down `[E, D, I]` of all experts.
+      weights: the planes of all experts, `[E, ...]`, None for biases that are not there.
       num_ranks, num_helper_slots, min_group_size: as the plan was made with.
 
     Returns:
-      `{(rank, helper index): bytes}`: gate, up and down planes of the expert, in this order.
+      `{(rank, helper index): bytes}`: the expert's planes, in the order of the calls' operands,
+      each padded with zeros to a multiple of 128 bytes.
     """
     levels = group_levels(num_ranks, min_group_size)
     slots: dict[tuple[int, int], bytes] = {}
@@ -29,7 +31,9 @@ def replicate(broadcasts, weights, *, num_ranks, num_helper_slots, min_group_siz
             break
         if how == RESIDENT:
             continue
-        bundle = b"".join(np.ascontiguousarray(plane[expert]).tobytes() for plane in weights)
+        planes = (plane for plane in weights if plane is not None)
+        parts = (np.ascontiguousarray(plane[expert]).tobytes() for plane in planes)
+        bundle = b"".join(part + bytes(-len(part) % PLANE_ALIGN) for part in parts)
         for rank in levels[level].members(group):
             if rank != owner:
                 assert (rank, helper) not in slots, "two broadcasts share a helper slot"

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from jax_iser.planner import MAX_EXPERTS, MAX_RANKS
+from jax_iser.limits import MAX_EXPERTS, MAX_RANKS
 from jax_iser.replay.batch import Batch
 from jax_iser.replay.metrics import Meter, mean_by_layer, routed_calls, summarize
 from jax_iser.replay.policies import PolicyMaker

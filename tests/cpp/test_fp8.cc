@@ -194,8 +194,8 @@ void test_bits(const Expert& expert, const std::vector<float>& expected) {
     for (int first = 0; first < kRows; first += height) {
       const int count = first + height < kRows ? height : kRows - first;
       const std::vector<float> y = expert.run(first, count);
-      expect(!std::memcmp(y.data(), &expected[first * expert.hidden], 4 * y.size()), "bits of a tile",
-             height, first);
+      expect(!std::memcmp(y.data(), &expected[first * expert.hidden], 4 * y.size()),
+             "bits of a tile", height, first);
     }
   }
 }

@@ -28,7 +28,7 @@ from layers import (
 
 import jax_iser
 from jax_iser import fp8
-from jax_iser.reference import fp8 as twin
+from jax_iser.reference import formats as twin
 from jax_iser.reference.fused_moe import fused_moe
 from jax_iser.replay.workloads import WORKLOADS
 
@@ -184,7 +184,7 @@ def test_replicas_are_their_experts(place, copy_rule):
             assert plan.status == 0
             count = assert_replicas(domain, problem, plan, layer, weights_layer=layer)
             assert count > 8, f"only {count} replicas: little is tested"
-            planes = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights))
+            planes = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights.planes))
             of_layer = type(problem)(*problem.operands[:3], planes, problem.num_ranks)
             assert_right(y, of_layer, f"layer {layer}")
 

@@ -46,7 +46,7 @@ def layer_by_layer(problem, domain):
     """The same layers from Python, without replicas."""
     x = problem.x
     for layer in range(NUM_LAYERS):
-        weights = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights))
+        weights = jax_iser.ExpertWeights(*(plane[layer] for plane in problem.weights.planes))
         call = jitted_layer(domain.mesh, **OFF)
         x = x + call(x, *problem.operands[1:3], weights, domain.handle)[0]
     return np.asarray(x)

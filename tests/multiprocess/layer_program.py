@@ -42,7 +42,7 @@ def run_case(name, index, folder):
         if name.startswith("placed"):
             weights = domain.place(weights)
         else:
-            weights = type(weights)(*(globally(domain.mesh, plane) for plane in weights))
+            weights = type(weights)(*(globally(domain.mesh, plane) for plane in weights.planes))
         for call in range(2):
             y, plan = jitted_layer(domain.mesh)(*operands, weights, domain.handle)
             for shard in y.addressable_shards:

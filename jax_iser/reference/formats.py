@@ -1,50 +1,34 @@
-"""Twin of the expert's products in FP8, in plain JAX and in NumPy.
+"""NumPy twins of an expert's products, by weight format.
 
-Rows are quantised for each 128 columns. For each 128 of K, in order, the f32 sum of the e4m3
-products is scaled by both scales and added in f32. `h = silu(g) * u` stays f32 until it is
-quantised; down's sums are rounded to the rows' dtype.
+`float8_block128`: rows are quantised for each 128 columns. For each 128 of K, in order, the f32 sum
+of the e4m3 products is scaled by both scales and added in f32. `h` stays f32 until it is quantised;
+down's sums are rounded to the rows' dtype.
 """
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
-from jax import lax
 
-from jax_iser import fp8
-
-
-def expert_mlp(rows, gate, up, down):
-    """`[n, rows, D]` through one expert each, planes `[n, bytes]`."""
-    hidden = rows.shape[-1]
-    intermediate = fp8.intermediate_of(gate.shape[-1], hidden)
-    quantised = fp8.quantize_rows(rows)
-    gated, linear = (_product(*quantised, plane, intermediate, hidden) for plane in (gate, up))
-    h = fp8.quantize_rows(jax.nn.silu(gated) * linear)
-    return _product(*h, down, hidden, intermediate).astype(rows.dtype)
+from jax_iser.experts.formats import float8_block128 as fp8
 
 
-def _product(values, scales, plane, num_out, depth):
-    """`[n, rows, depth]` with its scales times planes `[num_out, depth]`: `[n, rows, num_out]`."""
-    weights, weight_scales = fp8.split_plane(plane, num_out, depth)
-
-    def product(block):
-        cut = lambda a: lax.dynamic_slice_in_dim(a, block * fp8.BLOCK, fp8.BLOCK, 2)  # noqa: E731
-        of_rows, of_plane = (cut(a).astype(jnp.float32) for a in (values, weights))
-        # Exact products whatever the precision: e4m3 has four significant bits.
-        total = jnp.einsum("nrk,nik->nri", of_rows, of_plane, preferred_element_type=jnp.float32)
-        at = lambda a: lax.dynamic_index_in_dim(a, block, 2, keepdims=False)  # noqa: E731
-        columns = jnp.repeat(at(weight_scales), fp8.BLOCK, 1)
-        return total * (at(scales)[:, :, None] * columns[:, None])
-
-    add = lambda block, total: total + product(block)  # noqa: E731
-    return lax.fori_loop(1, depth // fp8.BLOCK, add, product(0))
+def elements_mlp(rows, gate, up, down, biases, activation) -> np.ndarray:
+    """`[rows, D]` through one expert with planes of the rows' dtype; sums in f32."""
+    f32 = np.float32
+    wide = rows.astype(f32)
+    gated, linear = (wide @ plane.astype(f32).T for plane in (gate, up))
+    if biases:
+        gated, linear = gated + biases[0], linear + biases[1]
+    h = activation(gated, linear, np).astype(rows.dtype).astype(f32)
+    outputs = h @ down.astype(f32).T
+    return (outputs + biases[2] if biases else outputs).astype(rows.dtype)
 
 
 def quantize_plane_numpy(plane) -> np.ndarray:
-    """`[..., rows, columns]` to `[..., bytes] u8`, as `jax_iser.fp8.quantize_plane`."""
+    """`[..., rows, columns]` to `[..., bytes] u8`, as `quantize_fp8`."""
     plane = np.asarray(plane).astype(np.float32)
     *lead, rows, columns = plane.shape
     pad = [(0, 0)] * len(lead) + [(0, -rows % fp8.BLOCK), (0, -columns % fp8.BLOCK)]
@@ -74,11 +58,15 @@ def split_plane_numpy(plane, rows, columns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_rows_numpy(rows) -> tuple[np.ndarray, np.ndarray]:
-    """Values `[..., columns]` and scales `[..., columns / 128]`, both f32."""
-    grid = (rows.shape[-1] // fp8.BLOCK, fp8.BLOCK)
-    blocks = np.asarray(rows).astype(np.float32).reshape(*rows.shape[:-1], *grid)
-    codes, scales = _quantize(blocks, (-1,))
-    return codes.astype(np.float32).reshape(rows.shape), scales.reshape(scales.shape[:-1])
+    """Values `[..., columns]` and scales `[..., ceil(columns / 128)]`, both f32."""
+    *lead, columns = rows.shape
+    pad = [(0, 0)] * len(lead) + [(0, -columns % fp8.BLOCK)]
+    padded = np.pad(np.asarray(rows).astype(np.float32), pad)
+    codes, scales = _quantize(
+        padded.reshape(*lead, padded.shape[-1] // fp8.BLOCK, fp8.BLOCK), (-1,)
+    )
+    values = codes.astype(np.float32).reshape(padded.shape)[..., :columns]
+    return values, scales.reshape(scales.shape[:-1])
 
 
 def _quantize(blocks, axes):
@@ -91,22 +79,32 @@ def _quantize(blocks, axes):
     return values.astype(ml_dtypes.float8_e4m3fn), most / f32(fp8.MAX)
 
 
-def expert_mlp_numpy(rows, gate, up, down) -> np.ndarray:
+def float8_mlp(rows, gate, up, down, biases, activation) -> np.ndarray:
     """`[rows, D]` through one expert with planes `[bytes]`, rounded to the rows' dtype."""
     hidden = rows.shape[1]
     intermediate = fp8.intermediate_of(gate.shape[-1], hidden)
     quantised = quantize_rows_numpy(rows)
     gated, linear = (_product_numpy(*quantised, p, intermediate, hidden) for p in (gate, up))
-    with np.errstate(over="ignore"):
-        h = gated / (1 + np.exp(-gated)) * linear
-    return _product_numpy(*quantize_rows_numpy(h), down, hidden, intermediate).astype(rows.dtype)
+    if biases:
+        gated, linear = gated + biases[0], linear + biases[1]
+    h = quantize_rows_numpy(activation(gated, linear, np))
+    outputs = _product_numpy(*h, down, hidden, intermediate)
+    return (outputs + biases[2] if biases else outputs).astype(rows.dtype)
 
 
 def _product_numpy(values, scales, plane, num_out, depth):
     weights, weight_scales = split_plane_numpy(plane, num_out, depth)
     total = np.zeros((len(values), num_out), np.float32)
-    for block in range(depth // fp8.BLOCK):
+    for block in range(scales.shape[1]):
         cut = slice(block * fp8.BLOCK, (block + 1) * fp8.BLOCK)
-        columns = np.repeat(weight_scales[:, block], fp8.BLOCK)
+        columns = np.repeat(weight_scales[:, block], fp8.BLOCK)[:num_out]
         total += values[:, cut] @ weights[:, cut].T * (scales[:, block, None] * columns)
     return total
+
+
+# By the name of the weight format: (rows, gate, up, down, biases, activation) of one expert.
+EXPERT_MLP: dict[str, Callable[..., np.ndarray]] = {
+    "float32": elements_mlp,
+    "bfloat16": elements_mlp,
+    "float8_block128": float8_mlp,
+}
