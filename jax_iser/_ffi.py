@@ -8,7 +8,7 @@ import numpy as np
 from jax_iser import _iser
 
 try:
-    from jax_iser import _iser_cuda  # type: ignore[attr-defined]
+    from jax_iser import _iser_cuda
 except ImportError:  # a build for CPUs alone
     _iser_cuda = None
 
