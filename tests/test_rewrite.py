@@ -16,14 +16,13 @@ from layers import (
     mesh_of,
     run_plan,
 )
+from plan_problems import RANKS, make_ids
 
 import jax_iser
 from jax_iser import planner
 from jax_iser.groups import group_levels
 from jax_iser.reference import planner as twin
 from jax_iser.replay import workloads
-
-RANKS = (1, 2, 3, 4, 6, 8, 16, 24, 33, 72)
 
 
 def rewrite_by_the_book(ids, counts, plan, num_slots, min_group_size):
@@ -65,22 +64,6 @@ def rewrite_by_the_book(ids, counts, plan, num_slots, min_group_size):
 def slot_on(broadcast, host, home, stride):
     expert, owner, _, _, helper, _ = broadcast
     return owner * stride + expert % home if host == owner else host * stride + home + helper
-
-
-def make_ids(num_ranks, home, workload, seed):
-    rng = np.random.default_rng(seed)
-    num_experts = num_ranks * home
-    ids = workloads.topk_ids(
-        workload,
-        num_ranks=num_ranks,
-        tokens_per_rank=int(rng.integers(0, 24)),
-        num_experts=num_experts,
-        top_k=min(num_experts, int(rng.integers(1, 4))),
-        seed=seed,
-    )
-    outside = rng.random(ids.shape) < 0.1
-    strange = rng.choice([-1, -(2**31), num_experts, 2**31 - 1], ids.shape)
-    return np.where(outside, strange, ids).astype(np.int32)
 
 
 @given(

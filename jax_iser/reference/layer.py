@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_iser.experts.activation import Activation
 from jax_iser.experts.formats import format_of
 from jax_iser.experts.weights import ExpertWeights
+from jax_iser.methods.portable import plan as portable
 from jax_iser.planner import Plan
-from jax_iser.reference import planner
 from jax_iser.reference.fused_moe import fused_moe
 
 BALANCES = ("haloq", "none")
@@ -34,23 +33,6 @@ def check_experts_of(config, weight_format, activation) -> None:
             )
 
 
-def _counts(topk_ids, num_experts, ranks_here, axis_name):
-    """Routes by source rank and expert, `[P, E] i32`, ranks of all devices."""
-    ids = topk_ids.reshape(ranks_here, -1)
-    is_valid = (ids >= 0) & (ids < num_experts)
-    ids = jnp.where(is_valid, ids, num_experts)
-    here = jax.vmap(lambda row: jnp.bincount(row, length=num_experts + 1)[:-1])(ids)
-    here = here.astype(jnp.int32)
-    return here if axis_name is None else lax.all_gather(here, axis_name, tiled=True)
-
-
-def _differing_as(operand, result):
-    """A result marked, for `shard_map`'s check, as differing along the axes that `operand` does."""
-    axes = jax.typeof(operand).manual_axis_type.varying
-    missing = tuple(axes - jax.typeof(result).manual_axis_type.varying)
-    return lax.pcast(result, missing, to="varying") if missing else result
-
-
 def _alike(array, axis_name):
     """An array that all ranks have alike, and that `shard_map`'s check then knows to be."""
     if axis_name is None or axis_name not in jax.typeof(array).manual_axis_type.varying:
@@ -58,59 +40,37 @@ def _alike(array, axis_name):
     return lax.pmax(array, axis_name)
 
 
-def _plan_on_host(ids, counts, first_rank, *, ranks_here, knobs):
-    """HALO-Q and the rewrite of this device's routes, by the NumPy twins."""
-    ids, counts, first_rank = np.asarray(ids), np.asarray(counts), int(first_rank)
-    plan = planner.plan_counts(counts, **knobs)
-    slots = [
-        planner.rewrite(rows, counts, plan, first_rank + v, knobs["num_helper_slots"])
-        for v, rows in enumerate(np.split(ids, ranks_here))
-    ]
-    return (
-        np.concatenate(slots),
-        plan.broadcasts,
-        plan.quota,
-        np.int32(plan.num_broadcasts),
-        plan.load,
-    )
+def _counts(topk_ids, num_experts, ranks_here, axis_name):
+    """Routes by source rank and expert, `[P, E] i32`, ranks of all devices."""
+    ids = topk_ids.reshape(ranks_here, -1)
+    here = jax.vmap(lambda row: portable.histogram(row, num_experts))(ids)
+    if axis_name is None:
+        return here
+    return _alike(lax.all_gather(here, axis_name, tiled=True), axis_name)
 
 
 def _plan(topk_ids, num_experts, ranks_here, axis_name, balance, knobs):
     """The `Plan` of these routes; without balancing every route runs at home."""
     topk_ids = lax.stop_gradient(topk_ids)
     counts = _counts(topk_ids, num_experts, ranks_here, axis_name)
-    num_ranks, home = counts.shape[0], num_experts // counts.shape[0]
-    num_slots = knobs["num_helper_slots"]
-    load_before = counts.sum(0).reshape(num_ranks, home).sum(1).astype(jnp.int32)
-    rows = num_ranks * num_slots
+    num_ranks, num_slots = len(counts), knobs["num_helper_slots"]
     if balance == "haloq" and num_ranks > 1 and num_slots > 0:
-        shapes = (topk_ids.shape, (rows, 6), (rows, num_ranks), (), (num_ranks,))
+        portable.check_num_routes(topk_ids.size // ranks_here * num_ranks)
+        plan = portable.plan_counts(counts, **knobs)
         first_rank = 0 if axis_name is None else lax.axis_index(axis_name) * ranks_here
-        route_slot, broadcasts, quota, num_broadcasts, load = jax.pure_callback(
-            lambda *args: _plan_on_host(*args, ranks_here=ranks_here, knobs=knobs),
-            tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
-            topk_ids,
-            counts,
-            first_rank,
-        )
+        ranks = first_rank + jnp.arange(ranks_here, dtype=jnp.int32)
+        rewrite = jax.vmap(lambda ids, rank: portable.rewrite(ids, counts, plan, rank, num_slots))
+        route_slot = rewrite(topk_ids.reshape(ranks_here, -1), ranks).reshape(topk_ids.shape)
     else:
-        is_valid = (topk_ids >= 0) & (topk_ids < num_experts)
-        slots = topk_ids // home * (home + num_slots) + topk_ids % home
-        route_slot = jnp.where(is_valid, slots, -1).astype(jnp.int32)
-        broadcasts = jnp.full((rows, 6), -1, jnp.int32)
-        quota = jnp.zeros((rows, num_ranks), jnp.int32)
-        num_broadcasts, load = jnp.int32(0), load_before
-    route_slot = _differing_as(topk_ids, route_slot)
-    broadcasts, quota, num_broadcasts, load_before, load = (
-        _alike(array, axis_name) for array in (broadcasts, quota, num_broadcasts, load_before, load)
-    )
+        plan = portable.plan_nothing(counts, num_slots)
+        route_slot = portable.home_slots(topk_ids, num_experts, num_ranks, num_slots)
     return Plan(
         route_slot=route_slot,
-        broadcasts=broadcasts,
-        quota=quota,
-        num_broadcasts=num_broadcasts,
-        load_before=load_before,
-        load=load,
+        broadcasts=plan.broadcasts,
+        quota=plan.quota,
+        num_broadcasts=plan.num_broadcasts,
+        load_before=plan.load_before,
+        load=plan.load,
         status=jnp.int32(0),
         generation=jnp.uint32(0),
     )
@@ -144,8 +104,8 @@ def moe_layer(
       domain: a `DomainHandle`, read for its sizes and knobs only, or None: then one rank a device.
       layer: int or i32 scalar; selects from stacked weights.
       shared_expert: callable `[tokens, D] -> [tokens, D]` whose result is added.
-      balance: `"haloq"` plans on the host, in a callback; `"none"` plans nothing, and is the
-        choice for training.
+      balance: `"haloq"` plans on the device; `"none"` plans nothing, and is the choice for
+        training, since no output depends on the plan.
       axis_name: the mapped axis the experts are spread over; None outside `shard_map`.
       num_helper_slots, min_group_size: the plan's knobs where `domain` is None.
       weight_format, activation: of the experts; None is the Domain's, and without one x's dtype and

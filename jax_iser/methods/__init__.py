@@ -1,0 +1,1 @@
+"""The ways to compute a layer: one package per method."""

@@ -1,0 +1,1 @@
+"""`method="portable"`: pure JAX on any platform, without a Domain and without the extension."""
