@@ -21,18 +21,19 @@ from jax_iser.groups import GroupLevel, group_levels
 from jax_iser.reference.planner import OWNER_DIRECT, RESIDENT, SAMI, CountsPlan
 
 MAX_ROUTES = 2**31 - 1
+MAX_KEYS = 2**31  # that i32 tells apart
 
 
 class Groups(NamedTuple):
     """All aligned groups as NumPy constants, the finest level first, in order within a level.
 
     Attributes:
-      level, index: `[G]`, the level of each group and its index within the level.
+      level, number: `[G]`, the level of each group and its number within the level.
       members: `[G, P]` bool.
     """
 
     level: np.ndarray
-    index: np.ndarray
+    number: np.ndarray
     members: np.ndarray
 
     @classmethod
@@ -426,7 +427,7 @@ def _finish(counts, placement, before, target, groups, num_helper_slots, copy_ru
         quota = repair(counts, expert, hosts, quota, placement.num_rows, width)
     helper = color_slots(placement, groups)
     ways = copy_ways(placement, helper, copy_rule, resident, groups, home)
-    level, index = jnp.asarray(groups.level)[group], jnp.asarray(groups.index)[group]
+    level, index = jnp.asarray(groups.level)[group], jnp.asarray(groups.number)[group]
     columns = jnp.stack([expert, owner, level, index, helper, ways], axis=1)
     padding = ((0, num_ranks * num_helper_slots - len(expert)), (0, 0))
     return CountsPlan(
@@ -468,7 +469,7 @@ def _number_in_expert(ids, num_experts):
     """How many earlier routes go to the same expert, `[N] i32`."""
     num_routes = ids.size
     number = jnp.arange(num_routes, dtype=jnp.int32)
-    if (num_experts + 1) * num_routes <= 2**31:  # one key per route sorts several times faster
+    if (num_experts + 1) * num_routes <= MAX_KEYS:  # one key per route sorts several times faster
         keys = lax.sort(ids * num_routes + number, is_stable=False)
         expert, route = keys // num_routes, keys % num_routes
     else:
