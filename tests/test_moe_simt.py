@@ -152,6 +152,42 @@ FAULTS = {
         "load_bias(tile, kUpBiasPlane,",
         "load_bias(tile, kGateBiasPlane,",
     ),
+    "sums that do not begin as the biases": (
+        "activations: bf16, silu",
+        "moe_tensor_multiply.cuh",
+        "Tiles::kIsAny || k > 0 ? 1 : step",
+        "k > 0 ? 1 : step",
+    ),
+    "biases read before they are there": (
+        "activations: bf16, silu",
+        "moe_tensor_consume.cuh",
+        "    mbarrier_wait(&shared_.full[steps_.at], steps_.parity);\n",
+        "",
+    ),
+    "the second half of the columns with the first's biases": (
+        "activations: bf16, silu",
+        "moe_tensor_multiply.cuh",
+        "(biases + kMmaColumns / 2, acc)",
+        "(biases, acc)",
+    ),
+    "a tile's second block without its biases": (
+        "activations: bf16, full",
+        "moe_tensor_consume.cuh",
+        "for (int i = 0; i < kBlocks; ++i) {\n        acc[i]",
+        "for (int i = 0; i < 1; ++i) {\n        acc[i]",
+    ),
+    "FP8: up begins as gate's biases": (
+        "activations: fp8, silu",
+        "moe_fp8_multiply.cuh",
+        "biases + (is_inner ? Fp8Tiles::kInner : kHalf)",
+        "biases + (is_inner ? 0 : kHalf)",
+    ),
+    "FP8: down's second half begins as if it were up's": (
+        "activations: fp8, silu",
+        "moe_fp8_multiply.cuh",
+        "biases + (is_inner ? Fp8Tiles::kInner : kHalf)",
+        "biases + Fp8Tiles::kInner",
+    ),
     "up clamped from above alone": (
         "activations: bf16, clamped",
         "moe_activation.cuh",

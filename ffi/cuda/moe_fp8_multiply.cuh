@@ -102,14 +102,29 @@ class Fp8Multiplier : TileConsumer<Tiles, kCluster> {
   }
 
   template <int kBlocks>
+  __device__ void start_sums(float (&acc)[2][kFp8Acc]) const {
+    if constexpr (Tiles::kIsAny) {
+      this->wait_for_biases();
+      const bool is_inner = this->tile().gemm == Gemm::kInner;
+      constexpr int32_t kHalf = kFp8Columns / 2;
+      const float* const biases = this->tile_biases(group_ * (is_inner ? kHalf : kFp8Columns));
+      Base::template start_half<0, kBlocks>(biases, acc);
+      Base::template start_half<kFp8Acc / 2, kBlocks>(
+          biases + (is_inner ? Fp8Tiles::kInner : kHalf), acc);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFp8Acc; ++j) acc[i][j] = 0.0f;
+      }
+    }
+  }
+
+  template <int kBlocks>
   __device__ void multiply(int32_t num_steps, int32_t shift, const WeightScales& scales,
                            float (&acc)[2][kFp8Acc]) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (int j = 0; j < kFp8Acc; ++j) acc[i][j] = 0.0f;
-    }
     float first = __ldcg(scales.first), second = __ldcg(scales.second);
+    start_sums<kBlocks>(acc);
     const int32_t row = shift + warp_ * kWarpRows + lane_ / 4;  // of the box of scales
     for (int32_t step = 0; step < num_steps; ++step) {
       const int32_t ahead = at_most(step + 1, num_steps - 1);
@@ -150,14 +165,11 @@ class Fp8Multiplier : TileConsumer<Tiles, kCluster> {
 
   // Of rows `lane / 4` and eight further on of the warp's share of block i; h replaces gate.
   template <class Act>
-  __device__ static float2 make_inner(float (&acc)[kFp8Acc], const float* biases, const Act& act) {
+  __device__ static float2 make_inner(float (&acc)[kFp8Acc], const Act& act) {
     float2 most{0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kFp8Acc / 2; ++j) {
-      const float2 of_gate = Base::bias_of(biases, j / 4 * 8);
-      const float2 of_up = Base::bias_of(biases, Fp8Tiles::kInner + j / 4 * 8);
-      acc[j] = act(Base::with_bias(acc[j], j % 2 == 0 ? of_gate.x : of_gate.y),
-                   Base::with_bias(acc[j + kFp8Acc / 2], j % 2 == 0 ? of_up.x : of_up.y));
+      acc[j] = act(acc[j], acc[j + kFp8Acc / 2]);
       float& of_row = j / 2 % 2 == 0 ? most.x : most.y;
       of_row = fmaxf(of_row, fabsf(acc[j]));
     }
@@ -175,8 +187,7 @@ class Fp8Multiplier : TileConsumer<Tiles, kCluster> {
       // Where there are no columns there are no biases, and what they would make is no h.
       if (inner_column(tile) >= context_.call.sizes.intermediate) return most;
     }
-    const float* const biases = this->tile_biases(group_ * (Fp8Tiles::kInner / 2));
-    this->with_epilogue([&](const auto& act) { most = make_inner(acc, biases, act); });
+    this->with_epilogue([&](const auto& act) { most = make_inner(acc, act); });
     return most;
   }
 
@@ -257,7 +268,6 @@ class Fp8Multiplier : TileConsumer<Tiles, kCluster> {
     uint8_t* const staged = this->staged_row(lane, Fp8Tiles::kHiddenStride);
     const int32_t columns =
         context_.call.sizes.hidden - tile.column * Fp8Tiles::kHidden - group_ * kFp8Columns;
-    const float* const biases = this->tile_biases(group_ * kFp8Columns);
     constexpr int kStaged = kFp8Columns / 2, kWords = kStaged / 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -266,11 +276,7 @@ class Fp8Multiplier : TileConsumer<Tiles, kCluster> {
         const float* const at = acc + half * (kFp8Acc / 2) + 8 * c;
         uint32_t packed[4];
 #pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          const float2 bias = Base::bias_of(biases, half * kStaged + 16 * c + p / 2 * 8);
-          packed[p] =
-              pack_bf16(Base::with_bias(at[2 * p], bias.x), Base::with_bias(at[2 * p + 1], bias.y));
-        }
+        for (int p = 0; p < 4; ++p) packed[p] = pack_bf16(at[2 * p], at[2 * p + 1]);
         store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
       }
       __syncwarp();

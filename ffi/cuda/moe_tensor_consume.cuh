@@ -111,19 +111,30 @@ class TileConsumer {
     }
   }
 
-  // Of the lane's first two columns behind column `first` of the tile; others follow.
+  // Of the lane's first two columns behind column `first` of the tile; others follow. Zeros where
+  // the call has none.
   __device__ const float* tile_biases(int32_t first) const {
-    if constexpr (!Tiles::kIsAny) return nullptr;
     return shared_.biases[tiles_.at()] + first + late_lane() % 4 * 2;
   }
 
-  // Of column `at` and the next, which are the lane's; zero without any.
-  __device__ static float2 bias_of(const float* biases, int at) {
-    if constexpr (Tiles::kIsAny) return *reinterpret_cast<const float2*>(biases + at);
-    return {};
+  // Sums `kFirst` and on of each block, half of a thread's, begin as the biases of their columns:
+  // nothing waits for them at the end, where they would have to wait for registers.
+  template <int kFirst, int kBlocks, int kCount>
+  __device__ static void start_half(const float* biases, float (&acc)[2][kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount / 2; j += 4) {
+      const float2 bias = *reinterpret_cast<const float2*>(biases + j / 4 * 8);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        acc[i][kFirst + j] = acc[i][kFirst + j + 2] = bias.x;
+        acc[i][kFirst + j + 1] = acc[i][kFirst + j + 3] = bias.y;
+      }
+    }
   }
-  __device__ static float with_bias(float sum, float bias) {
-    return Tiles::kIsAny ? sum + bias : sum;
+
+  // The first step, with which the tile's biases come, is there.
+  __device__ void wait_for_biases() const {
+    mbarrier_wait(&shared_.full[steps_.at], steps_.parity);
   }
 
   const MoeContext& context_;

@@ -76,6 +76,12 @@ class TileMultiplier : TileConsumer<Tiles, kCluster> {
   template <int kBlocks>
   __device__ void multiply(int32_t num_steps, float (&acc)[2][kNumAcc]) {
     int32_t before = 0;  // the step whose products may still be under way
+    if constexpr (Tiles::kIsAny && kBlocks > 0) {
+      this->wait_for_biases();
+      const float* const biases = this->tile_biases(0);
+      Base::template start_half<0, kBlocks>(biases, acc);
+      Base::template start_half<kNumAcc / 2, kBlocks>(biases + kMmaColumns / 2, acc);
+    }
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
     for (int32_t step = 0; step < num_steps; ++step) {
@@ -90,7 +96,7 @@ class TileMultiplier : TileConsumer<Tiles, kCluster> {
 #pragma unroll
           for (int i = 0; i < kBlocks; ++i) {
             wgmma(acc[i], rows + (2 * i * kBlockBytes >> 4) + k * kDescriptorStep,
-                  weights + k * kDescriptorStep, k > 0 ? 1 : step);
+                  weights + k * kDescriptorStep, Tiles::kIsAny || k > 0 ? 1 : step);
           }
         }
         wgmma_commit();
@@ -108,20 +114,15 @@ class TileMultiplier : TileConsumer<Tiles, kCluster> {
 
   // h of 16 columns at a time; accumulators hold gate's columns, then as many of up.
   template <class Act>
-  __device__ static void stage_inner(const float (&acc)[kNumAcc], uint8_t* staged,
-                                     const float* biases, const Act& act) {
+  __device__ static void stage_inner(const float (&acc)[kNumAcc], uint8_t* staged, const Act& act) {
 #pragma unroll
     for (int c = 0; c < Bf16Tiles::kInner / 16; ++c) {
       uint32_t packed[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const int at = 8 * c + 2 * p, column = 16 * c + p / 2 * 8;
-        const float2 of_gate = Base::bias_of(biases, column);
-        const float2 of_up = Base::bias_of(biases, Bf16Tiles::kInner + column);
-        packed[p] = pack_bf16(act(Base::with_bias(acc[at], of_gate.x),
-                                  Base::with_bias(acc[at + kNumAcc / 2], of_up.x)),
-                              act(Base::with_bias(acc[at + 1], of_gate.y),
-                                  Base::with_bias(acc[at + 1 + kNumAcc / 2], of_up.y)));
+        const int at = 8 * c + 2 * p;
+        packed[p] = pack_bf16(act(acc[at], acc[at + kNumAcc / 2]),
+                              act(acc[at + 1], acc[at + 1 + kNumAcc / 2]));
       }
       store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
     }
@@ -131,8 +132,7 @@ class TileMultiplier : TileConsumer<Tiles, kCluster> {
     const int32_t valid = tile.num_rows - first_row(i), lane = this->late_lane();
     if (valid <= 0) return;
     uint8_t* const staged = this->staged_row(lane, Bf16Tiles::kInnerStride);
-    const float* const biases = this->tile_biases(0);
-    this->with_epilogue([&](const auto& act) { stage_inner(acc, staged, biases, act); });
+    this->with_epilogue([&](const auto& act) { stage_inner(acc, staged, act); });
     __syncwarp();
     const MoeCall& call = context_.call;
     const MoeWorkspace workspace = call.workspace();
@@ -159,15 +159,12 @@ class TileMultiplier : TileConsumer<Tiles, kCluster> {
     if (tile.num_rows <= first_row(i)) return;
     const int32_t lane = this->late_lane();
     uint8_t* const staged = this->staged_row(lane, Bf16Tiles::kHiddenStride);
-    const float* const biases = this->tile_biases(0);
 #pragma unroll
     for (int c = 0; c < kMmaColumns / 16; ++c) {
       uint32_t packed[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const float2 bias = Base::bias_of(biases, 16 * c + p / 2 * 8);
-        packed[p] = pack_bf16(Base::with_bias(acc[8 * c + 2 * p], bias.x),
-                              Base::with_bias(acc[8 * c + 2 * p + 1], bias.y));
+        packed[p] = pack_bf16(acc[8 * c + 2 * p], acc[8 * c + 2 * p + 1]);
       }
       store_matrices(staged + 32 * c, packed[0], packed[1], packed[2], packed[3]);
     }

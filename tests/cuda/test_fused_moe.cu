@@ -231,6 +231,16 @@ MoeProblem with_rows(const std::vector<int32_t>& rows, int32_t hidden, int32_t i
   return p;
 }
 
+// Tiles in which every warpgroup has two blocks of rows.
+void test_full_tiles() {
+  for (bool is_fp8 : {false, true}) {
+    MoeProblem p = with_epilogue(with_rows({200}, 192, 64), kClamping, true);
+    p.has_fp8_weights = is_fp8;
+    test_case(is_fp8 ? "activations: fp8, full tiles" : "activations: bf16, full tiles", p,
+              {with_cluster(1), with_cluster(2)});
+  }
+}
+
 const std::vector<int32_t> kRows{0, 1, 63, 64, 65, 127, 128, 129, 257, 10'000, 0};
 
 void test_rows() {
@@ -717,6 +727,7 @@ int main(int argc, char** argv) {
   test_tails();
   test_activations();
   test_gpt_oss();
+  test_full_tiles();
   test_rows();
   test_ranks();
   test_extra_ctas();
