@@ -22,10 +22,12 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants"
 WORK = ROOT / "build" / "mutants"
+PROGRAM = "program:"
 LIMIT_S = 300  # of a test run; a mutant that makes tests hang is found out too
 PYTHON_SOURCES = "jax_iser/**/*.py"
 CPP_SOURCES = "ffi/**/*.*"
@@ -55,7 +57,8 @@ class Mutant:
     Attributes:
       group, name: the name says what is wrong with the code.
       edits: what is changed.
-      tests: arguments of pytest; `*` in them are expanded as globs. One run has to fail.
+      tests: arguments of pytest, `*` in them expanded as globs; or one `program:NAME`, a C++
+        program of targets.bzl. The run has to fail.
       survives: why nothing needs to notice it; empty where something must.
     """
 
@@ -150,6 +153,12 @@ def test_arguments(mutant: Mutant, root: pathlib.Path) -> list[str]:
     return arguments
 
 
+def program_of(arguments: Sequence[str]) -> str | None:
+    """The C++ program that takes the place of pytest, if one does."""
+    is_program = len(arguments) == 1 and arguments[0].startswith(PROGRAM)
+    return arguments[0].removeprefix(PROGRAM) if is_program else None
+
+
 class Tree:
     """A copy of the working tree to plant faults in, with an extension built in place.
 
@@ -182,15 +191,15 @@ class Tree:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, target)
 
-    def compile(self) -> None:
-        """Builds the extension beside the copied sources; raises RuntimeError with the words."""
+    def compile(self, target: str = "_iser") -> None:
+        """Builds the extension beside the copied sources, or a program; RuntimeError with words."""
         if not (self.build / "build.ninja").exists():
             launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
             self._run(
                 "cmake", "-S", self.root, "-B", self.build, "-GNinja",
                 f"-DPython_EXECUTABLE={self.python}", *launcher,
             )  # fmt: skip
-        self._run("cmake", "--build", self.build, "--target", "_iser")
+        self._run("cmake", "--build", self.build, "--target", target)
 
     def _run(self, *command) -> None:
         path = os.pathsep.join([str(self.python.parent), os.environ["PATH"]])
@@ -205,8 +214,13 @@ class Tree:
             raise RuntimeError(f"{' '.join(map(str, command[:3]))} failed:\n{words}")
 
     def run_tests(self, arguments: list[str]) -> tuple[str, str]:
-        """`passed`, `failed`, `hung` or `broken`, and what pytest said last."""
+        """`passed`, `failed`, `hung` or `broken`, and what pytest or the program said last."""
         command = [str(self.python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        program = program_of(arguments)
+        if program:
+            self.compile(program)
+            found = sorted(path for path in self.build.rglob(program) if path.is_file())
+            command, arguments = [str(found[0])], []
         environment = {**os.environ, "PYTHONPATH": str(self.root), "CI": "true"}
         process = subprocess.Popen(
             [*command, *arguments],
@@ -238,9 +252,10 @@ def try_mutant(tree: Tree, mutant: Mutant) -> tuple[str, str]:
     try:
         for path, text in changed.items():
             path.write_text(text)
-        if any(path.suffix != ".py" for path in changed):
+        arguments = test_arguments(mutant, tree.root)
+        if any(path.suffix != ".py" for path in changed) and not program_of(arguments):
             tree.compile()
-        outcome, words = tree.run_tests(test_arguments(mutant, tree.root))
+        outcome, words = tree.run_tests(arguments)
     except RuntimeError as error:
         return "broken", str(error)
     finally:

@@ -234,6 +234,29 @@ void test_bits(int32_t num_processes, int32_t ranks_per_device, CopyRule rule,
   }
 }
 
+// What no route writes is NaN after a call, so that a read of it would show in the output.
+void test_poison() {
+  Problem problem(1);
+  for (size_t i = 0; i < problem.ids.size(); i += 5) problem.ids[i] = i % 2 ? -1 : kExperts;
+  const DomainOptions options = make_options(kRanks, CopyRule::kOwnerDirect, 60'000);
+  Memory memory(options, 1);
+  Domain domain(options, memory.segments, 0);
+  for (int64_t run = 1; run <= 2; ++run) {
+    call_all("poison", {&domain}, problem, run, 0, true);
+    for (int32_t rank = 0; rank < kRanks; ++rank) {
+      const float* rows = domain.block(rank).section<float>(Section::kCombine);
+      for (int32_t route = 0; route < kTokens * kTopK; ++route) {
+        const bool is_padded =
+            !is_valid_expert(problem.ids[rank * kTokens * kTopK + route], kExperts);
+        for (int32_t d = 0; d < kHidden; ++d) {
+          const float value = rows[route * kHidden + d];
+          if ((value != value) != is_padded) fail("poison", is_padded ? "no NaN" : "a NaN");
+        }
+      }
+    }
+  }
+}
+
 // Each device's programs start several calls before they complete them, in whatever order.
 void test_calls_in_flight() {
   const Problem problem(1);
@@ -512,6 +535,7 @@ int main() {
   test_first_limit();
   test_plan_mismatch();
   test_leaving();
+  test_poison();
   test_calls_in_flight();
   test_independent_calls();
   for (Stage stage : {Stage::kCounts, Stage::kDispatch, Stage::kReady}) test_late_rank(stage, 1);
