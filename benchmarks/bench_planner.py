@@ -12,7 +12,7 @@ from __future__ import annotations
 import _report
 import numpy as np
 
-from jax_iser import planner
+from jax_iser.plan import counts as planner
 from jax_iser.reference import planner as reference
 from jax_iser.replay.eplb import rebalance_experts
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from jax_iser._ffi import has_started_jax
+from jax_iser._jax_compat import has_started_jax
 
 _parent: int | None = None  # that had started JAX before it forked this process
 

@@ -1,4 +1,4 @@
-"""What a Domain raises when its ranks lose each other."""
+"""What a Domain raises when its ranks lose each other, and what is raised without the extension."""
 
 from __future__ import annotations
 
@@ -19,3 +19,7 @@ class IserError(RuntimeError):
         super().__init__(text)
         self.code, self.rank, self.peer = code, rank, peer
         self.layer, self.stage, self.generation = layer, stage, generation
+
+
+class MissingExtensionError(ImportError):
+    """The compiled extension could not be loaded, and what was called needs it."""

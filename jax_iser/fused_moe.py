@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_iser import _ffi
 from jax_iser.experts.weights import ExpertWeights
-from jax_iser.planner import Plan
+from jax_iser.plan.types import Plan
 from jax_iser.replication import Ticket, check_tokens, check_weights, not_mapped
 
 NUM_PLAN_FIELDS = len(Plan._fields)
@@ -25,7 +25,7 @@ def _workspace(config, num_rows) -> tuple[jax.ShapeDtypeStruct, ...]:
     """On GPUs, where XLA gives the call its scratch as one more result."""
     if config.platform != "cuda":
         return ()
-    from jax_iser._cuda import workspace_bytes
+    from jax_iser.domain.cuda.runtime import workspace_bytes
 
     num_bytes = workspace_bytes(config, num_rows // config.ranks_per_device)
     return (jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),)

@@ -10,7 +10,7 @@ import numpy as np
 from jax_iser.experts.activation import Activation
 from jax_iser.experts.weights import ExpertWeights
 from jax_iser.fused_moe import fused_moe
-from jax_iser.planner import Plan
+from jax_iser.plan.types import Plan
 from jax_iser.reference.fused_moe import fused_moe as reference_fused_moe
 from jax_iser.reference.layer import check_experts_of
 from jax_iser.replication import (

@@ -10,8 +10,8 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from jax_iser import _ffi
-from jax_iser.config import DomainConfig
-from jax_iser.domain import DomainHandle
+from jax_iser.domain.config import DomainConfig
+from jax_iser.domain.handle import DomainHandle
 from jax_iser.experts.weights import ExpertWeights
 
 BALANCES = ("haloq", "none")

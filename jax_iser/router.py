@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_iser.config import check_flag, check_integer
+from jax_iser.domain.config import check_flag, check_integer
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 

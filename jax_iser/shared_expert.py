@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_iser import _ffi
-from jax_iser.config import check_integer
+from jax_iser import _extension, _ffi
+from jax_iser.domain.config import check_integer
 from jax_iser.experts.activation import SILU, Activation
 
 
@@ -48,7 +48,7 @@ def shared_expert(
     """
     _check(x, gate, up, down, sms)
     activation = Activation.of(activation)
-    if sms is None or _ffi._iser_cuda is None:
+    if sms is None or _extension.iser_cuda is None:
         return gated_mlp(x, gate, up, down, activation)
     return _budgeted(sms, activation, x, gate, up, down)
 
@@ -73,11 +73,11 @@ _budgeted.defvjp(_forward, _backward)
 
 
 def _call(sms, activation, x, gate, up, down):
-    from jax_iser._cuda import open_cublas
+    from jax_iser.domain.cuda.runtime import open_cublas
 
     open_cublas()
     tokens, is_bf16 = x.size // x.shape[-1], x.dtype == jnp.bfloat16
-    num_bytes = _ffi._iser_cuda.shared_expert_bytes(tokens, gate.shape[0], is_bf16)
+    num_bytes = _extension.iser_cuda.shared_expert_bytes(tokens, gate.shape[0], is_bf16)
     results = (
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_iser.planner import plan_counts
+from jax_iser.plan import plan_counts
 
 from .checkpoint import default_directory, from_pretrained
 from .data import SEPARATOR, is_held_out, read_jsonl, read_sources, sequences, to_stream

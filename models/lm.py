@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_iser.config import dtype_name
+from jax_iser.domain.config import dtype_name
 from jax_iser.nnx import MoE
 
 from .config import ModelConfig

@@ -16,7 +16,7 @@ from jax_iser import fp8
 from jax_iser.experts.activation import Activation
 from jax_iser.experts.bundle import bundle_layout
 from jax_iser.experts.formats import format_of
-from jax_iser.groups import group_levels
+from jax_iser.plan.groups import group_levels
 from jax_iser.reference.fused_moe import fused_moe_numpy
 from jax_iser.replay import workloads
 

@@ -25,7 +25,7 @@ from layers import (
 )
 
 import jax_iser
-from jax_iser.config import DomainConfig
+from jax_iser.domain import DomainConfig
 
 PROBLEM = make_problem("W2")
 SIZES = PROBLEM.sizes

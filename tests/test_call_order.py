@@ -149,10 +149,11 @@ def test_order_of_the_nnx_module():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_order_for_gpus(dtype, monkeypatch):
-    from jax_iser import _cuda, _ffi
+    from jax_iser import _extension
+    from jax_iser.domain.cuda import runtime
 
-    if _ffi._iser_cuda is None:  # the size of scratch alone is asked of the extension
-        monkeypatch.setattr(_cuda, "workspace_bytes", lambda config, tokens: 4096)
+    if _extension.iser_cuda is None:  # the size of scratch alone is asked of the extension
+        monkeypatch.setattr(runtime, "workspace_bytes", lambda config, tokens: 4096)
     problem = make_problem(dtype=dtype, hidden=64, intermediate=128)
     config = jax_iser.DomainConfig(
         num_ranks=8, ranks_per_device=4, platform="cuda", **problem.sizes

@@ -8,8 +8,8 @@ import pytest
 
 from jax_iser.cli import main
 from jax_iser.cli.plan import HOW
-from jax_iser.groups import group_levels
-from jax_iser.reference.planner import COPY_RULES, plan_counts
+from jax_iser.plan import COPY_RULES, group_levels
+from jax_iser.reference.planner import plan_counts
 
 KNOBS = [
     {},

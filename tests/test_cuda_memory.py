@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from fake_cuda_driver import GRANULARITY, CUdevice_attribute, CUresult, FakeDriver, open_descriptors
 
-from jax_iser import _bootstrap, _cuda_driver
-from jax_iser._cuda_driver import CudaError, Devices, Driver
-from jax_iser._cuda_memory import OutOfCudaMemoryError, allocate, exchange, probe
+from jax_iser.domain import rendezvous
+from jax_iser.domain.cuda import driver as cuda_driver
+from jax_iser.domain.cuda.driver import CudaError, Devices, Driver
+from jax_iser.domain.cuda.memory import OutOfCudaMemoryError, allocate, exchange, probe
 
 SIZE = 3 * GRANULARITY - 5
 # The order that the driver's documentation asks for.
@@ -300,7 +301,7 @@ def exchange_of_two(fakes, marks):
     def work(index):
         alive = sockets[index].fileno()
         specs = [(-1, i, 1, -1 if i == index else alive) for i in range(2)]
-        members = _bootstrap.Members(specs, index, sockets=[sockets[index]])
+        members = rendezvous.Members(specs, index, sockets=[sockets[index]])
         memory = allocate(range(counts[index]), SIZE, driver=fakes[index])
         try:
             found = exchange(memory, members, memory.segments, counts, marks[index])
@@ -369,8 +370,8 @@ PEER = """
 import faulthandler, os, sys, socket
 faulthandler.dump_traceback_later(25, exit=True)
 from fake_cuda_driver import FakeDriver
-from jax_iser._bootstrap import _receive_fd, _send_fd
-from jax_iser._cuda_memory import allocate
+from jax_iser.domain.rendezvous import _receive_fd, _send_fd
+from jax_iser.domain.cuda.memory import allocate
 driver = None if sys.argv[2] == "real" else FakeDriver(1, first_device=1)
 sock = socket.socket(fileno=int(sys.argv[1]))
 with allocate([int(sys.argv[3])], 100_000, driver=driver) as memory:
@@ -422,9 +423,9 @@ def swap_with_another_process(driver, kind, device, peer_device):
         (mine,) = memory.segments
         with peer_process(kind, peer_device) as sock:
             fd, note = mine.export()
-            _bootstrap._send_fd(sock, fd, note)
+            rendezvous._send_fd(sock, fd, note)
             os.close(fd)
-            fd, note = _bootstrap._receive_fd(sock)
+            fd, note = rendezvous._receive_fd(sock)
             peer = memory.import_peer(fd, note)
             os.close(fd)
             memory.write(peer.address, b"by mine")
@@ -486,7 +487,7 @@ def test_probe(driver):
 
 
 def test_copies_of_more_than_a_buffer(driver, monkeypatch):
-    monkeypatch.setattr(_cuda_driver, "STAGING_BYTES", 1000)
+    monkeypatch.setattr(cuda_driver, "STAGING_BYTES", 1000)
     data = np.random.default_rng(0).bytes(10_001)
     with allocate([0], 20_000, driver=driver) as memory:
         address = memory.segments[0].address + 3

@@ -56,13 +56,13 @@ def test_the_layer_lowers_for_gpus(dtype):
     for name in ("start", "fused_moe"):
         assert text.count(f"@jax_iser.{name}(") == 1
     assert text.count(f"config = {config.digest} : i64") == 2
-    from jax_iser._cuda import workspace_bytes
+    from jax_iser.domain.cuda.runtime import workspace_bytes
 
     assert f"tensor<{workspace_bytes(config, 24)}xui8>" in text
 
 
 def test_scratch_grows_with_tokens_and_not_with_the_limit_of_waits():
-    from jax_iser._cuda import workspace_bytes
+    from jax_iser.domain.cuda.runtime import workspace_bytes
 
     config = config_of(make_problem(hidden=64, intermediate=128), max_tokens_per_rank=512)
     sizes = [workspace_bytes(config, tokens) for tokens in (0, 24, 512)]
@@ -94,7 +94,7 @@ def test_bad_options(knobs, words):
 
 
 def test_sizes_that_kernels_do_not_take():
-    from jax_iser._cuda import workspace_bytes
+    from jax_iser.domain.cuda.runtime import workspace_bytes
 
     problem = make_problem(hidden=33, intermediate=48)
     with pytest.raises(ValueError, match="33"):
@@ -102,7 +102,7 @@ def test_sizes_that_kernels_do_not_take():
 
 
 def test_fp8_layers_lower_for_gpus():
-    from jax_iser._cuda import workspace_bytes
+    from jax_iser.domain.cuda.runtime import workspace_bytes
 
     problem = make_fp8_problem(dtype="bfloat16")
     config = config_of(problem)
@@ -112,7 +112,7 @@ def test_fp8_layers_lower_for_gpus():
 
 
 def test_fp8_with_f32_tokens_is_refused():
-    from jax_iser._cuda import workspace_bytes
+    from jax_iser.domain.cuda.runtime import workspace_bytes
 
     config = config_of(make_fp8_problem(dtype="float32"))
     with pytest.raises(ValueError, match="FP8 weights take engine=tensor, bf16"):

@@ -24,9 +24,7 @@ from layers import (
 )
 
 import jax_iser
-from jax_iser import _cpu
-from jax_iser.config import DomainConfig
-from jax_iser.domain import describe
+from jax_iser.domain import DomainConfig, cpu, describe
 
 SIZES = {
     "num_experts": 16,
@@ -302,14 +300,14 @@ def test_generations_go_on_for_thousands_of_calls():
 @pytest.mark.parametrize("first", [2**32 - 4, 2**32 - 1])
 def test_independent_calls_while_generations_wrap_around(first, monkeypatch):
     """Devices come to calls that do not depend on each other in orders of their own."""
-    options_of = _cpu.options_of
+    options_of = cpu.options_of
 
     def begin_late(*arguments):
         options = options_of(*arguments)
         options.first_generation = first
         return options
 
-    monkeypatch.setattr(_cpu, "options_of", begin_late)
+    monkeypatch.setattr(cpu, "options_of", begin_late)
     expected, _ = run_layer(PROBLEM)
     with make_domain(PROBLEM, timeout_s=20.0) as domain:
 

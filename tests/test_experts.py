@@ -27,7 +27,7 @@ from layers import (
 
 import jax_iser
 from jax_iser import Activation, DomainConfig, ExpertWeights, _iser, limits
-from jax_iser._options import shape_of
+from jax_iser.domain.options import shape_of
 from jax_iser.experts.activation import KINDS
 from jax_iser.experts.bundle import PLANES, bundle_layout
 from jax_iser.experts.formats import FORMATS, TOKEN_FORMATS, format_of

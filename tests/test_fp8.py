@@ -37,8 +37,8 @@ from layers import (
 
 import jax_iser
 import jax_iser.nnx
-from jax_iser.config import DomainConfig
 from jax_iser.domain import describe
+from jax_iser.domain.config import DomainConfig
 from jax_iser.experts.formats import float8_block128 as fp8
 from jax_iser.reference import formats as twin
 from jax_iser.reference.fused_moe import fused_moe

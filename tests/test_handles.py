@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from layers import jitted_layer, make_domain, make_problem
 
 import jax_iser
-from jax_iser.planner import plan_counts
+from jax_iser.plan import plan_counts
 
 
 def foreign(handle, config, **words):

@@ -24,7 +24,7 @@ from jax_iser import fp8
 from jax_iser.models import data, evaluate, train
 from jax_iser.models.generate import stream
 from jax_iser.nnx import Fp8Plane, MoE, RoutedBias, load_hf, plan_telemetry
-from jax_iser.planner import Plan, plan_counts
+from jax_iser.plan import Plan, plan_counts
 
 TINY = models.ModelConfig(
     hidden_size=32,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from layers import assert_same_plan
 from plan_problems import FIXED, FIXED_DIGESTS, KNOBS, RANKS, cases, fixed_counts, random_counts
 
-from jax_iser import planner
-from jax_iser.config import DomainConfig
-from jax_iser.groups import group_levels
+from jax_iser.domain import DomainConfig
+from jax_iser.plan import counts as planner
+from jax_iser.plan import group_levels
 from jax_iser.reference import planner as twin
 from jax_iser.replay import workloads
 from jax_iser.replay.policies.haloq import HaloQ

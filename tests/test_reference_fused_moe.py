@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_iser.planner import plan_counts
+from jax_iser.plan import plan_counts
 from jax_iser.reference import planner
 from jax_iser.reference.fused_moe import SCHEMES, fused_moe, fused_moe_numpy
 from jax_iser.reference.layer import moe_layer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from layers import assert_same_bits, bundle, jitted_layer, make_domain, make_problem, run_layer
 
-from jax_iser.groups import group_levels
+from jax_iser.plan import group_levels
 
 STALL_S = 1.5
 SLICE_BYTES = 256 << 10

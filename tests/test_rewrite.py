@@ -19,8 +19,8 @@ from layers import (
 from plan_problems import RANKS, make_ids
 
 import jax_iser
-from jax_iser import planner
-from jax_iser.groups import group_levels
+from jax_iser.plan import counts as planner
+from jax_iser.plan import group_levels
 from jax_iser.reference import planner as twin
 from jax_iser.replay import workloads
 

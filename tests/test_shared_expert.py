@@ -9,7 +9,8 @@ from layers import assert_same_bits
 
 import jax_iser
 import jax_iser.nnx
-from jax_iser import _cuda, _ffi
+from jax_iser import _extension
+from jax_iser.domain.cuda import runtime
 
 
 def operands(dtype="float32", tokens=6, hidden=8, inner=12):
@@ -39,8 +40,8 @@ class Extension:
 @pytest.fixture
 def extension(monkeypatch):
     """Budgets count from here on, and programs can be lowered for GPUs."""
-    monkeypatch.setattr(_ffi, "_iser_cuda", Extension())
-    monkeypatch.setattr(_cuda, "open_cublas", lambda: None)
+    monkeypatch.setattr(_extension, "iser_cuda", Extension())
+    monkeypatch.setattr(runtime, "open_cublas", lambda: None)
 
 
 def lowered_for_gpus(function, *args):
@@ -67,7 +68,7 @@ def test_without_a_budget_or_the_extension_xla_multiplies(extension, monkeypatch
         return text.count("dot_general")
 
     assert products(None) == 3
-    monkeypatch.setattr(_ffi, "_iser_cuda", None)
+    monkeypatch.setattr(_extension, "iser_cuda", None)
     assert products(100) == 3
 
 

@@ -1,5 +1,5 @@
 // A Domain's part on a GPU as Python makes, inspects and closes it. Memory comes from Python:
-// jax_iser/_cuda_memory.py.
+// jax_iser/domain/cuda/memory.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

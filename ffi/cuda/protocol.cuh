@@ -60,7 +60,7 @@ struct CallParams {
   int32_t is_balanced;
 };
 
-// A plan's arrays, as `Plan` of jax_iser/planner.py has them.
+// A plan's arrays, as `Plan` of jax_iser/plan/types.py has them.
 struct PlanOutputs {
   int32_t* route_slot;      // [V*num_tokens, top_k]
   int32_t* broadcasts;      // [P*S, 6]

@@ -11,6 +11,7 @@ import importlib
 import sys
 
 from jax_iser.cli._output import Failure, UsageError
+from jax_iser.errors import MissingExtensionError
 
 COMMANDS = {
     "prefill": "a trained MoE reads text on expert-parallel ranks, rebalanced at every layer",
@@ -80,7 +81,7 @@ def _run(name: str, argv: list[str]) -> int:
         return module.run(args)
     except UsageError as error:
         code, text = 2, str(error)
-    except Failure as error:
+    except (Failure, MissingExtensionError) as error:
         code, text = 1, str(error)
     except KeyboardInterrupt:
         code, text = 130, "interrupted"

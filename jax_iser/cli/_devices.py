@@ -65,10 +65,10 @@ def count_gpus(platform: str, method: str) -> int:
 
 
 def _require_kernels() -> None:
-    from jax_iser._cuda_driver import Driver
-    from jax_iser._ffi import _iser_cuda
+    from jax_iser._extension import iser_cuda
+    from jax_iser.domain.cuda.driver import Driver
 
-    if _iser_cuda is None:
+    if iser_cuda is None:
         raise RuntimeError("this build of jax_iser has no CUDA kernels (docs/building.md)")
     if not Driver().call("cuDeviceGetCount"):
         raise RuntimeError("the driver has no GPU")

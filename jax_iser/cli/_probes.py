@@ -52,12 +52,12 @@ def versions() -> dict[str, str]:
 
 def system() -> dict:
     """The machine, as far as the CPU method cares."""
-    from jax_iser import _iser
+    from jax_iser._extension import is_loaded, iser
 
     return {
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
-        "cpu_isa": _iser.cpu_isa(),
+        "cpu_isa": iser.cpu_isa() if is_loaded() else None,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
     }
 
@@ -90,12 +90,12 @@ def _engines() -> list[str]:
 
     if not _has_gpu():
         return []
-    from jax_iser._ffi import _iser_cuda
+    from jax_iser._extension import iser_cuda
 
     lines = []
     for device in jax.devices("gpu"):
         capability = getattr(device, "compute_capability", "unknown")
-        if _iser_cuda is None:
+        if iser_cuda is None:
             engine = "none: this build has no CUDA kernels"
         elif capability != _CAPABILITY:
             engine = f"none: the kernels are for compute capability {_CAPABILITY} alone"
@@ -107,10 +107,10 @@ def _engines() -> list[str]:
 
 def _gpu_memory() -> str:
     """How memory of GPUs can be shared, or why it cannot."""
-    from jax_iser import _cuda_memory
+    from jax_iser.domain.cuda import memory
 
     try:
-        found = _cuda_memory.probe()
+        found = memory.probe()
     except Exception as error:  # no package, no driver, no GPU: it is the finding
         return _one_line(error)
     return f"{found['handle_type']}: {found['reason']}"

@@ -31,9 +31,7 @@ from jax_iser.cli._plan_trace import (
     is_trace,
     refuse_trace_arguments,
 )
-from jax_iser.groups import group_levels
-from jax_iser.planner import plan_counts, plan_many
-from jax_iser.reference.planner import COPY_RULES
+from jax_iser.plan import COPY_RULES, group_levels, plan_counts, plan_many
 
 EXAMPLE = "jax-iser plan counts.csv --slots 2 --min-group-size 1"
 HOW = ("owner_direct", "sami", "resident")

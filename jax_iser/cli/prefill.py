@@ -81,7 +81,7 @@ def _choose_dtypes(args, path, config) -> None:
 
 def _domain_config(args, config):
     """The sizes of the Domain; also what the reference plans with."""
-    from jax_iser.config import DomainConfig
+    from jax_iser.domain import DomainConfig
 
     try:
         return DomainConfig(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_iser import fp8
-from jax_iser.config import DTYPES, DomainConfig
+from jax_iser.domain.config import DTYPES, DomainConfig
 from jax_iser.experts.formats import format_of
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_iser import fp8
-from jax_iser.config import WEIGHT_DTYPES, check_flag, check_integer, dtype_name
+from jax_iser.domain.config import WEIGHT_DTYPES, check_flag, check_integer, dtype_name
 from jax_iser.experts.bundle import bundle_layout
 from jax_iser.experts.formats import format_of
 from jax_iser.experts.weights import ExpertWeights
@@ -19,7 +19,7 @@ from jax_iser.layer import moe_layer
 from jax_iser.nnx import fits, meshes
 from jax_iser.nnx.telemetry import balanced_routing, plan_telemetry
 from jax_iser.nnx.variables import ExpertPlane, Fp8Plane, RoutedBias
-from jax_iser.planner import Plan
+from jax_iser.plan.types import Plan
 from jax_iser.reference.fused_moe import SCHEMES
 from jax_iser.reference.layer import moe_layer as reference_layer
 from jax_iser.replication import as_i32, check_balance, check_handle

@@ -14,7 +14,7 @@ from jax_iser.experts.activation import Activation
 from jax_iser.experts.formats import format_of
 from jax_iser.experts.weights import ExpertWeights
 from jax_iser.methods.portable import plan as portable
-from jax_iser.planner import Plan
+from jax_iser.plan.types import Plan
 from jax_iser.reference.fused_moe import fused_moe
 
 BALANCES = ("haloq", "none")

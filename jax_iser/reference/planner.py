@@ -1,7 +1,7 @@
 """NumPy twin of the HALO-Q planner: the oracle that C++ and CUDA plans equal bit for bit.
 
 One function a stage, in the order of the paper's Algorithm 1. Everything is integer arithmetic;
-sums are taken in int64. `jax_iser.planner` is the fast version of `plan_counts`.
+sums are taken in int64. `jax_iser.plan` is the fast version of `plan_counts`.
 """
 
 from __future__ import annotations
@@ -10,33 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_iser.groups import group_levels
-
-OWNER_DIRECT, SAMI, RESIDENT = 0, 1, 2
-COPY_RULES = ("per_slot", "owner_direct", "sami")
-
-
-class CountsPlan(NamedTuple):
-    """What HALO-Q decides from counts alone.
-
-    Attributes:
-      broadcasts: `[P*S, 6] i32`, rows in placement order: expert, owner, level, group index,
-        helper index (local slot `H + helper index`), how (0 owner-direct, 1 SAMI, 2 resident);
-        unused rows are -1.
-      quota: `[P*S, P] i32`, routes of the row's expert that each rank computes; 0 for ranks that
-        are not hosts (hosts are the group's members and the owner).
-      num_broadcasts: rows in use.
-      load_before: `[P] i32`, routes each rank would compute at home.
-      load: `[P] i32`, routes each rank computes under the plan.
-      target: the water level `T = ceil(sum(load) / P)`.
-    """
-
-    broadcasts: np.ndarray
-    quota: np.ndarray
-    num_broadcasts: int
-    load_before: np.ndarray
-    load: np.ndarray
-    target: int
+from jax_iser.plan.groups import group_levels
+from jax_iser.plan.knobs import COPY_RULES as COPY_RULES
+from jax_iser.plan.knobs import check_plan_arguments
+from jax_iser.plan.types import OWNER_DIRECT, RESIDENT, SAMI, CountsPlan
 
 
 class _Broadcast(NamedTuple):
@@ -223,10 +200,8 @@ def plan_counts(
 ) -> CountsPlan:
     """HALO-Q on the counts `[P, E] i32` of routes by source rank and expert.
 
-    Same arguments, result and errors as `jax_iser.planner.plan_counts`; see there.
+    Same arguments, result and errors as `jax_iser.plan.plan_counts`; see there.
     """
-    from jax_iser.planner import check_plan_arguments
-
     counts, resident = check_plan_arguments(
         counts, num_helper_slots, min_group_size, min_routes, gain_threshold, copy_rule, resident
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from jax_iser.experts.bundle import PLANE_ALIGN
-from jax_iser.groups import group_levels
-from jax_iser.reference.planner import RESIDENT
+from jax_iser.plan.groups import group_levels
+from jax_iser.plan.types import RESIDENT
 
 
 def replicate(broadcasts, weights, *, num_ranks, num_helper_slots, min_group_size=4):

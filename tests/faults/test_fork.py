@@ -99,15 +99,15 @@ print(json.dumps({"name": "parent", "seconds": 0.0, "text": f"in flight: {in_fli
 
 FORKED_FIRST = """
 import os
-import jax_iser
 import numpy as np
+from jax_iser.plan import plan_many
 
 counts = np.full((8, 16), 3, np.int32)
 counts[:, 0] = 90
 
 
 def plan():
-    return jax_iser.planner.plan_many(np.stack([counts] * 64), num_helper_slots=2)
+    return plan_many(np.stack([counts] * 64), num_helper_slots=2)
 
 
 plan()

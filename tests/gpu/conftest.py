@@ -88,7 +88,7 @@ def _gpus_work():
         return
     import jax
 
-    from jax_iser._ffi import _iser_cuda
+    from jax_iser._extension import iser_cuda
 
     try:
         for device in jax.local_devices():
@@ -98,7 +98,7 @@ def _gpus_work():
     left = 0
     for device in jax.local_devices():
         try:
-            left += _iser_cuda.take_misuse(device.local_hardware_id)
+            left += iser_cuda.take_misuse(device.local_hardware_id)
         except ValueError:  # no Domain has been there
             continue
     assert left == 0, f"{left} calls named a Domain that is not open or of other sizes"

@@ -123,10 +123,10 @@ def check_killed_peer(survivor, victim):
 
 @pytest.mark.skipif(not IS_GPU, reason="CPUs stage what other processes pull")
 def test_rules_that_read_peers_weights_are_refused_across_processes(monkeypatch):
-    from jax_iser import _cuda
+    from jax_iser.domain.cuda import runtime
 
-    check = _cuda._check
-    monkeypatch.setattr(_cuda, "_check", lambda config, is_multi_process: check(config, True))
+    check = runtime._check
+    monkeypatch.setattr(runtime, "_check", lambda config, is_multi_process: check(config, True))
     for rule in ("sami", "per_slot"):
         with pytest.raises(ValueError, match="ranks read each other's weights"):
             domain_at(problem_at(Place(1, 4)), Place(1, 4), copy_rule=rule)

@@ -13,7 +13,7 @@ from layers import jitted_layer, make_problem
 from processes import globally, join
 
 import jax_iser
-from jax_iser import _bootstrap, _meeting
+from jax_iser.domain import meeting, rendezvous
 
 PROBLEM = make_problem("W2", num_ranks=3, num_experts=6)
 PAIR = make_problem("W2", num_ranks=2, num_experts=6)
@@ -77,7 +77,7 @@ def main():
     step("sizes", lambda: make(PROBLEM, everybody, num_layers=2 if me == 1 else 1))
     with contextlib.ExitStack() as stack:
         if me == 1:
-            stack.enter_context(patched(_meeting, "host_id", lambda: "elsewhere"))
+            stack.enter_context(patched(meeting, "host_id", lambda: "elsewhere"))
         step("host", lambda: make(PROBLEM, everybody))
     if os.geteuid() == 0:
         with contextlib.ExitStack() as stack:
@@ -108,7 +108,7 @@ def main():
 
     with contextlib.ExitStack() as stack:
         if me == 1:
-            stack.enter_context(patched(_bootstrap, "_memfd", die))
+            stack.enter_context(patched(rendezvous, "_memfd", die))
         step("killed", lambda: make(PROBLEM, everybody))
     step("those left", lambda: run(PAIR, [0, 2]))
     os._exit(0)  # jax.distributed would wait for the process that is gone

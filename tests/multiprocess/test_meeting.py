@@ -12,7 +12,7 @@ import sys
 import pytest
 from processes import finish, start_processes
 
-from jax_iser import _meeting
+from jax_iser.domain import meeting as _meeting
 
 HERE = pathlib.Path(__file__).resolve().parent
 TOKEN = secrets.token_hex(16)

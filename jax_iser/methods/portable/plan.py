@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_iser.groups import GroupLevel, group_levels
-from jax_iser.reference.planner import OWNER_DIRECT, RESIDENT, SAMI, CountsPlan
+from jax_iser.plan.groups import GroupLevel, group_levels
+from jax_iser.plan.knobs import check_plan_knobs
+from jax_iser.plan.types import OWNER_DIRECT, RESIDENT, SAMI, CountsPlan
 
 MAX_ROUTES = 2**31 - 1
 MAX_KEYS = 2**31  # that i32 tells apart
@@ -382,7 +383,6 @@ def plan_counts(
     Raises:
       ValueError: on sizes or knobs that the planner does not take, with the value and the remedy.
     """
-    from jax_iser.planner import check_plan_knobs
 
     counts = jnp.asarray(counts)
     if counts.ndim != 2 or not jnp.issubdtype(counts.dtype, jnp.integer):

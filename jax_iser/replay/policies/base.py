@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jax_iser.planner import MAX_HELPER_SLOTS as MAX_SLOTS
+from jax_iser.limits import MAX_HELPER_SLOTS as MAX_SLOTS
 from jax_iser.replay.batch import Batch, Outcome
 
 

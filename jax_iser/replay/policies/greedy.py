@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from jax_iser.groups import group_levels
+from jax_iser.plan import group_levels
 from jax_iser.reference.planner import tournament
 from jax_iser.replay.batch import Batch, Outcome
 from jax_iser.replay.policies.base import Policy

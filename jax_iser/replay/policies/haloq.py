@@ -6,9 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from jax_iser import _iser
-from jax_iser.planner import check_plan_knobs
-from jax_iser.reference.planner import COPY_RULES, RESIDENT
+from jax_iser._extension import is_loaded, iser
+from jax_iser.plan.knobs import COPY_RULES, check_plan_knobs
+from jax_iser.plan.types import RESIDENT
+from jax_iser.reference import planner as reference
 from jax_iser.replay.batch import Batch, Outcome
 from jax_iser.replay.policies.base import Policy
 
@@ -36,7 +37,7 @@ class HaloQ(Policy):
     """The planner of this package, called once for all plans of a batch.
 
     `resident=1` keeps a bank of helper slots a layer: a broadcast whose group still holds the
-    expert in its very slots moves no data. The other knobs are `jax_iser.planner.plan_counts`'.
+    expert in its very slots moves no data. The other knobs are `jax_iser.plan_counts`'.
     """
 
     name = "haloq"
@@ -59,7 +60,7 @@ class HaloQ(Policy):
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray] | None:
         """Plans and counts in C++, plan by plan; the same figures as from `plan`."""
-        if self.resident or not self.slots:
+        if self.resident or not self.slots or not is_loaded():
             return None
         rule = self._checked_rule(batch)
         shape = (batch.num_layers, batch.num_ranks, self.slots)
@@ -67,7 +68,7 @@ class HaloQ(Policy):
         slots[0] = -1 if self._last is None else self._last
         figures = np.empty((len(batch.iterations), batch.num_layers, len(_COLUMNS)), np.int32)
         knobs = (self.min_group_size, self.min_routes, self.gain_threshold, rule)
-        _iser.replay_many(batch.iterations, slots, figures, *knobs)
+        iser.replay_many(batch.iterations, slots, figures, *knobs)
         self._last = slots[-1]
         columns = dict(zip(_COLUMNS, figures.reshape(-1, len(_COLUMNS)).T, strict=True))
         columns["routes"] = columns.pop("load_sum")
@@ -86,7 +87,7 @@ class HaloQ(Policy):
         knobs = (self.slots, self.min_group_size, self.min_routes, self.gain_threshold)
         rule = self._checked_rule(batch)
         # The caller's threads are the parallelism, so each call has one.
-        rows, quota, before, load = _iser.plan_many(batch.counts, None, *knobs, rule, 1, False)[:4]
+        rows, quota, before, load = _plan_all(batch.counts, *knobs, rule)
         batch.__dict__.setdefault("load_before", before)
         plan, index = np.nonzero(rows[:, :, 0] >= 0)
         rows, quota = rows[plan, index], quota[plan, index]
@@ -111,6 +112,23 @@ class HaloQ(Policy):
         in_place = (there | ~members).all(axis=1)
         rows[in_place, 5] = RESIDENT
         return ~in_place
+
+
+def _plan_all(counts, slots, min_group_size, min_routes, gain_threshold, rule):
+    """Broadcast rows, quotas, loads before and after, of all plans; slow without the extension."""
+    if is_loaded():
+        knobs = (slots, min_group_size, min_routes, gain_threshold, rule)
+        return iser.plan_many(counts, None, *knobs, 1, False)[:4]
+    options = {
+        "num_helper_slots": slots,
+        "min_group_size": min_group_size,
+        "min_routes": min_routes,
+        "gain_threshold": gain_threshold,
+        "copy_rule": COPY_RULES[rule],
+    }
+    plans = [reference.plan_counts(each, **options) for each in counts]
+    fields = ("broadcasts", "quota", "load_before", "load")
+    return tuple(np.stack([getattr(plan, name) for plan in plans]) for name in fields)
 
 
 def check_group_size(policy: Policy, size: int) -> None:

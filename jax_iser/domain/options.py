@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from jax_iser import _iser
-from jax_iser.config import DTYPES, DomainConfig
+from jax_iser._extension import iser
+from jax_iser.domain.config import DTYPES, DomainConfig
 from jax_iser.experts.activation import Activation
 from jax_iser.experts.formats import TOKEN_FORMATS
-from jax_iser.planner import COPY_RULES
+from jax_iser.plan.knobs import COPY_RULES
 
 
-def shape_of(config: DomainConfig, is_multi_process: bool) -> _iser.DomainShape:
+def shape_of(config: DomainConfig, is_multi_process: bool) -> iser.DomainShape:
     """Sizes of a rank's block of symmetric memory."""
     is_staging = is_multi_process and config.platform == "cpu"
-    return _iser.DomainShape(
+    return iser.DomainShape(
         num_ranks=config.num_ranks,
         num_experts=config.num_experts,
         num_helper_slots=config.num_helper_slots,
@@ -30,15 +30,15 @@ def shape_of(config: DomainConfig, is_multi_process: bool) -> _iser.DomainShape:
     )
 
 
-def _activation(activation: Activation) -> _iser.Activation:
+def _activation(activation: Activation) -> iser.Activation:
     values = (activation.limit, activation.alpha, activation.offset)
-    return _iser.Activation(activation.index, *(value or 0.0 for value in values))
+    return iser.Activation(activation.index, *(value or 0.0 for value in values))
 
 
-def options_of(config: DomainConfig, is_multi_process: bool) -> _iser.DomainOptions:
+def options_of(config: DomainConfig, is_multi_process: bool) -> iser.DomainOptions:
     """Sizes and knobs of a Domain."""
     assert config.max_routes_per_rank is not None  # the configuration has set it
-    return _iser.DomainOptions(
+    return iser.DomainOptions(
         shape=shape_of(config, is_multi_process),
         is_bf16=config.dtype == "bfloat16",
         min_group_size=config.min_group_size,

@@ -15,11 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_iser import _bootstrap, _fork, _iser
-from jax_iser._cpu import CpuRuntime
-from jax_iser._meeting import Meeting
-from jax_iser._options import shape_of
-from jax_iser.config import DomainConfig, check_integer
+from jax_iser import _fork
+from jax_iser._extension import iser
+from jax_iser.domain import rendezvous
+from jax_iser.domain.config import DomainConfig, check_integer
+from jax_iser.domain.cpu import CpuRuntime
+from jax_iser.domain.handle import DomainHandle
+from jax_iser.domain.meeting import Meeting
+from jax_iser.domain.options import shape_of
 from jax_iser.errors import IserError
 from jax_iser.experts.activation import SILU, Activation
 from jax_iser.experts.weights import ExpertWeights
@@ -27,46 +30,6 @@ from jax_iser.experts.weights import ExpertWeights
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}  # of jax's devices
 _open_domains: weakref.WeakSet[Domain] = weakref.WeakSet()
 _kept_domains: set[Domain] = set()  # attached to a model: they stay alive until they are closed
-
-
-@dataclasses.dataclass(frozen=True)
-class DomainHandle:
-    """What a program takes of a Domain: an argument of the jitted function, never a constant.
-
-    Attributes:
-      words: `[devices, 4] u32`, sharded over the Domain's axis: id, first rank of the device,
-        a mark of the process, 0.
-      config: the Domain's `DomainConfig`, static.
-    """
-
-    words: jax.Array
-    config: DomainConfig
-
-    @property
-    def devices(self) -> list | None:
-        """The Domain's, in rank order; None in a traced program, which does not know them."""
-        if isinstance(self.words, jax.core.Tracer):
-            return None
-        sharding = getattr(self.words, "sharding", None)
-        return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else None
-
-
-# A library that meets a handle in a checkpoint shows its key in errors: here the remedy.
-_HANDLE_KEY = "not_a_weight__save_nnx_state_of_jax_iser_nnx_WEIGHTS"
-
-
-def _flatten_handle(handle):
-    # Every call of a program comes by here: in a forked child it would never end.
-    _fork.refuse()
-    return (handle.words,), handle.config
-
-
-jax.tree_util.register_pytree_with_keys(
-    DomainHandle,
-    lambda handle: (((jax.tree_util.GetAttrKey(_HANDLE_KEY), handle.words),), handle.config),
-    lambda config, leaves: DomainHandle(leaves[0], config),
-    _flatten_handle,
-)
 
 
 class Domain:
@@ -195,7 +158,7 @@ class Domain:
     def _place_words(self):
         ranks = self.config.ranks_per_device
         rows = [
-            np.array([[self._runtime.id, i * ranks, _iser.HANDLE_MARK, 0]], np.uint32)
+            np.array([[self._runtime.id, i * ranks, iser.HANDLE_MARK, 0]], np.uint32)
             for i in range(len(self._devices))
         ]
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
@@ -335,7 +298,7 @@ class Domain:
         sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.axis))
         if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim):
             sharding = array.sharding  # as it is spelt: programs are compiled for that
-        elif _bootstrap.is_spread(array):
+        elif rendezvous.is_spread(array):
             raise ValueError(
                 f"weights of several processes are sharded as {array.sharding}, expected "
                 f"{sharding}: spread them over the experts (jax.device_put) before they are placed"
@@ -449,7 +412,7 @@ def _platform_of(mesh) -> str:
 def _make_runtime(config, devices, meeting):
     if config.platform == "cpu":
         return CpuRuntime(config, devices, meeting)
-    from jax_iser._cuda import CudaRuntime
+    from jax_iser.domain.cuda.runtime import CudaRuntime
 
     return CudaRuntime(config, devices, meeting)
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_iser import _bootstrap, _iser
-from jax_iser._options import options_of, shape_of
+from jax_iser._extension import iser
+from jax_iser.domain import rendezvous
+from jax_iser.domain.options import options_of, shape_of
 
 
 class CpuRuntime:
@@ -23,12 +24,12 @@ class CpuRuntime:
         self._config = config
         is_multi_process = not meeting.is_alone
         shape, options = shape_of(config, is_multi_process), options_of(config, is_multi_process)
-        self.members = _bootstrap.connect(
+        self.members = rendezvous.connect(
             devices, config.ranks_per_device, shape.segment_bytes, config, meeting
         )
         self._num_placed = 0
         try:
-            self.id = _iser.create_domain(options, self.members.specs, self.members.local)
+            self.id = iser.create_domain(options, self.members.specs, self.members.local)
         except BaseException as error:
             meeting.tell(error)  # before the sockets close, so that peers learn why
             self.members.close()
@@ -39,38 +40,38 @@ class CpuRuntime:
 
     def wait_idle(self, wait_s: float) -> bool:
         """Whether all calls ended within so many seconds."""
-        return _iser.wait_idle(self.id, wait_s)
+        return iser.wait_idle(self.id, wait_s)
 
     def leave(self) -> None:
         """Calls of other processes that need this one fail from now on."""
-        _iser.leave_domain(self.id)
+        iser.leave_domain(self.id)
 
     def close(self, wait_s: float) -> None:
         """Fails what does not end within `wait_s`, then releases everything."""
-        _iser.close_domain(self.id, wait_s)
+        iser.close_domain(self.id, wait_s)
         self.members.close()
 
     def describe_error(self) -> dict[str, Any]:
         """Fields of an `IserError`, with its `text`; `code` is 0 for none."""
-        return _iser.describe_error(self.id)
+        return iser.describe_error(self.id)
 
     def busy(self, reset: bool) -> tuple[np.ndarray, np.ndarray]:
         """As `Domain.busy`."""
-        ns, rows = _iser.read_busy(self.id, reset)
+        ns, rows = iser.read_busy(self.id, reset)
         shape = (self._config.num_layers, -1)
         return np.reshape(ns, shape) / 1e9, np.reshape(rows, shape)
 
     def timelines(self) -> list[tuple]:
         """Rows of `Timeline`."""
-        return _iser.read_timelines(self.id)
+        return iser.read_timelines(self.id)
 
     def helper(self, rank: int, bank: int, helper_idx: int) -> bytes:
         """Bytes of a helper slot."""
-        return _iser.read_helper(self.id, rank, bank, helper_idx)
+        return iser.read_helper(self.id, rank, bank, helper_idx)
 
     def stall(self, rank: int, stage: int, seconds: float) -> None:
         """Delays the rank's next arrival."""
-        _iser.stall(self.id, rank, stage, seconds)
+        iser.stall(self.id, rank, stage, seconds)
 
     def place(self, array: np.ndarray | jax.Array, sharding) -> jax.Array:
         """As `Domain.place`, for one array."""

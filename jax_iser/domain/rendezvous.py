@@ -1,7 +1,7 @@
 """The processes of a Domain: their memory, mapped in each other, and what they tell each other.
 
 Memory is an anonymous memfd: nothing has a name on the file system, so nothing is left behind when
-a process is killed. Descriptors travel over the sockets that `_meeting` connects.
+a process is killed. Descriptors travel over the sockets that `meeting` connects.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import weakref
 import jax
 import numpy as np
 
-from jax_iser import _iser
-from jax_iser._meeting import FD, LEAVE, Meeting, receive_exactly
+from jax_iser._extension import iser
+from jax_iser.domain.meeting import FD, LEAVE, Meeting, receive_exactly
 from jax_iser.errors import IserError
 
 _all_members: weakref.WeakSet[Members] = weakref.WeakSet()
@@ -147,7 +147,7 @@ class Members:
         local = list(pieces.values())
         starts = np.cumsum([0] + [_round_up(piece.nbytes) for piece in local])
         fd = _memfd(int(max(starts[-1], 1)))
-        memory = _iser.placed_bytes(fd, int(max(starts[-1], 1)))
+        memory = iser.placed_bytes(fd, int(max(starts[-1], 1)))
         # Peers find it by its address here, which nothing else may take while they look.
         self.placed.append(memory)
         address = memory.ctypes.data
@@ -158,7 +158,7 @@ class Members:
                     f"this process places array {serial} of the Domain, that of rank {first_rank} "
                     f"array {note['n']}: call Domain.place in the same order on all processes"
                 )
-            _iser.add_placed(domain_id, peer_fd, first_rank, note["address"], note["bytes"])
+            iser.add_placed(domain_id, peer_fd, first_rank, note["address"], note["bytes"])
         for peer_fd, _ in notes:
             os.close(peer_fd)
         arrays = []

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_iser import _bootstrap, _cuda_memory, _iser
-from jax_iser._cuda_driver import Devices
-from jax_iser._ffi import _iser_cuda
-from jax_iser._options import options_of
-from jax_iser.config import DomainConfig
+from jax_iser import _extension
+from jax_iser._extension import iser
+from jax_iser.domain import rendezvous
+from jax_iser.domain.config import DomainConfig
+from jax_iser.domain.cuda import memory
+from jax_iser.domain.cuda.driver import Devices
+from jax_iser.domain.options import options_of
 
 DEFAULT_COPY_SMS = 8
 _ids = itertools.count(1)  # of this process: handles are its own
@@ -44,16 +46,16 @@ class CudaRuntime:
         local = [d for d in devices if d.process_index == jax.process_index()]
         self._ordinals = [d.local_hardware_id for d in local]
         for ordinal in self._ordinals:
-            _iser_cuda.open_device(ordinal, _iser.HANDLE_MARK)
+            _extension.iser_cuda.open_device(ordinal, iser.HANDLE_MARK)
         setup = _setup(config, is_multi_process)
         for ordinal in self._ordinals:
-            _iser_cuda.add_setup(ordinal, config.digest, setup)
+            _extension.iser_cuda.add_setup(ordinal, config.digest, setup)
         # Memory comes from the driver; the processes' memfds stay empty but for a page.
-        self.members = _bootstrap.connect(
+        self.members = rendezvous.connect(
             devices, config.ranks_per_device, lambda _: 1, config, meeting
         )
         try:
-            self._memory = _cuda_memory.allocate(Devices.of(local), setup.device_bytes())
+            self._memory = memory.allocate(Devices.of(local), setup.device_bytes())
         except BaseException as error:
             meeting.tell(error)  # before the sockets close, so that peers learn why
             self.members.close()
@@ -69,7 +71,7 @@ class CudaRuntime:
         segments = self._exchange()
         first = self._first_device()
         return [
-            _iser_cuda.CudaPart(
+            _extension.iser_cuda.CudaPart(
                 ordinal=ordinal,
                 setup=setup,
                 id=self.id,
@@ -86,7 +88,7 @@ class CudaRuntime:
     def _exchange(self) -> list[int]:
         """Where each device's memory is mapped in this process, in rank order."""
         counts = [ranks // self._config.ranks_per_device for _, _, ranks, _ in self.members.specs]
-        found = _cuda_memory.exchange(self._memory, self.members, self._memory.segments, counts)
+        found = memory.exchange(self._memory, self.members, self._memory.segments, counts)
         return [segment.address for segment in itertools.chain(*found)]
 
     def publish(self) -> None:
@@ -128,7 +130,7 @@ class CudaRuntime:
             fields = part.describe_error(has_startup_limit)
             if fields["code"]:
                 return fields
-        misuse = sum(_iser_cuda.take_misuse(ordinal) for ordinal in self._ordinals)
+        misuse = sum(_extension.iser_cuda.take_misuse(ordinal) for ordinal in self._ordinals)
         if misuse:
             fields["code"] = _BAD_HANDLE
             fields["text"] = (
@@ -173,19 +175,19 @@ class CudaRuntime:
 
 def _setup(config, is_multi_process):
     copy_sms = config.copy_sms or DEFAULT_COPY_SMS
-    return _iser_cuda.DomainSetup(options_of(config, is_multi_process), copy_sms)
+    return _extension.iser_cuda.DomainSetup(options_of(config, is_multi_process), copy_sms)
 
 
 @functools.cache
 def workspace_bytes(config: DomainConfig, num_tokens: int) -> int:
     """Scratch that `fused_moe` of so many tokens a rank takes of XLA on each GPU."""
-    if _iser_cuda is None:
+    if _extension.iser_cuda is None:
         raise ValueError(_NO_EXTENSION)
     return _setup(config, False).workspace_bytes(num_tokens)
 
 
 def _check(config, is_multi_process):
-    if _iser_cuda is None:
+    if _extension.iser_cuda is None:
         raise ValueError(_NO_EXTENSION)
     if is_multi_process and config.copy_rule != "owner_direct":
         raise ValueError(
@@ -197,12 +199,12 @@ def _check(config, is_multi_process):
 @functools.cache
 def open_cublas() -> None:
     """Gives each GPU of this process a cuBLAS handle; programs that it lacks cannot run there."""
-    if _iser_cuda is None:
+    if _extension.iser_cuda is None:
         raise ValueError(_NO_EXTENSION)
     for device in jax.local_devices():
         if device.platform == "gpu":
-            _iser_cuda.open_device(device.local_hardware_id, _iser.HANDLE_MARK)
-            _iser_cuda.open_cublas(device.local_hardware_id, _cublas_path())
+            _extension.iser_cuda.open_device(device.local_hardware_id, iser.HANDLE_MARK)
+            _extension.iser_cuda.open_cublas(device.local_hardware_id, _cublas_path())
 
 
 def _cublas_path() -> str:

@@ -22,7 +22,7 @@ import time
 
 import jax
 
-from jax_iser._ffi import key_value_client
+from jax_iser._jax_compat import key_value_client
 from jax_iser.errors import IserError
 
 MAKING = "making"  # the stage of errors of this module

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-from jax_iser._bootstrap import Members
-from jax_iser._cuda_driver import CudaError, Devices, Driver, Undo, noted, undone_on_error
+from jax_iser.domain.cuda.driver import CudaError, Devices, Driver, Undo, noted, undone_on_error
+from jax_iser.domain.rendezvous import Members
 
 POSIX_FD, FABRIC = "posix_fd", "fabric"
 _HANDLE_TYPES = {

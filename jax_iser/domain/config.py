@@ -14,7 +14,7 @@ from jax_iser.experts.bundle import BundleLayout, bundle_layout
 from jax_iser.experts.formats import FORMATS, WeightFormat, format_of
 from jax_iser.experts.formats import WEIGHT_DTYPES as _ALIASES
 from jax_iser.limits import MAX_LAYERS
-from jax_iser.planner import check_plan_knobs
+from jax_iser.plan.knobs import check_plan_knobs
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 WEIGHT_DTYPES = (None, *_ALIASES)

@@ -1,0 +1,1 @@
+"""The XLA FFI calls of a Domain."""
