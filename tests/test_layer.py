@@ -210,10 +210,23 @@ def test_gradient_without_the_name_of_the_axis():
             jax.grad(total)(problem.x)
 
 
-@pytest.mark.parametrize("name", ["domain", "fp8", "layer", "planner"])
+WITH_EXAMPLES = [
+    "domain.domain",
+    "experts.activation",
+    "experts.bundle",
+    "experts.formats",
+    "experts.formats.float8_block128",
+    "layer",
+    "plan.counts",
+    "plan.groups",
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_in_docstrings(name):
     module = importlib.import_module(f"jax_iser.{name}")
-    names = {"jax_iser": jax_iser, **vars(jax_iser), "jax": jax, "jnp": jnp}
+    public = {each: getattr(jax_iser, each) for each in jax_iser.PUBLIC}
+    names = {"jax_iser": jax_iser, **public, **vars(module), "jax": jax, "jnp": jnp}
     failed, tried = doctest.testmod(module, globs=names)
     assert tried
     assert not failed

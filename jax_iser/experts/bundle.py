@@ -78,7 +78,7 @@ def bundle_layout(
       >>> from jax_iser.experts.formats import FORMATS
       >>> layout = bundle_layout(FORMATS["bfloat16"], hidden=96, intermediate=40, has_biases=True)
       >>> layout.num_bytes, [(plane.name, plane.offset) for plane in layout.planes[2:4]]
-      (24192, [('down', 15360), ('gate_bias', 23040)])
+      (23936, [('down', 15360), ('gate_bias', 23040)])
     """
     wide, tall = (intermediate, hidden), (hidden, intermediate)
     shapes = zip(PLANES, (wide, wide, tall), strict=False)
