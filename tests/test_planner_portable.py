@@ -21,10 +21,10 @@ from layers import (
 )
 from plan_problems import FIXED, FIXED_DIGESTS, KNOBS, RANKS, fixed_counts, make_ids, random_counts
 
-from jax_iser.plan import counts as planner
-from jax_iser.plan import group_levels
 from jax_iser.layer import moe_layer
 from jax_iser.methods.portable import plan as portable
+from jax_iser.plan import counts as planner
+from jax_iser.plan import group_levels
 from jax_iser.reference import layer as reference
 from jax_iser.reference import planner as twin
 from jax_iser.replay import workloads
