@@ -219,7 +219,7 @@ FAULTS = {
         "rows_of(maps->rows, workspace.rows(), align_up(hidden, 128),",
     ),
     "FP8: h scaled by columns that are not there": (
-        "activations: fp8, silu",
+        "activations: fp8, full",
         "moe_fp8_multiply.cuh",
         "if (inner_column(tile) >= context_.call.sizes.intermediate) return most;",
         "",
