@@ -101,6 +101,17 @@ def test_workloads(place, engine, workload):
     assert plan.load.max() <= max(plan.load_before.max(), -(-plan.load.sum() // 8))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+@engines
+@over(Place(1, 8))
+def test_activations_and_biases(place, engine, activation):
+    """Replicas bring their biases: without them some token would have other bits."""
+    options = {"activation": activation, "has_biases": True}
+    problem = problem_at(place, "W1", engine, **options)
+    _, plan = check_layer(problem, place, f"{activation} with biases", min_group_size=1)
+    assert plan.num_broadcasts > 0
+
+
 def repeat_experts(problem):
     problem.topk_ids[:, 1] = problem.topk_ids[:, 0]
 
