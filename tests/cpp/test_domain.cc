@@ -4,6 +4,7 @@
 // two processes. Outputs with replicas must have the bits of outputs without, and every call must
 // end, also when ranks are late, Domains close or peers fail. Run it under TSan and ASan.
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -257,6 +258,24 @@ void test_poison() {
   }
 }
 
+// A call is in flight until its fused_moe has ended, and its copies take as long as they take.
+void test_idle_and_copies() {
+  const Problem problem(1);
+  const DomainOptions options = make_options(kRanks, CopyRule::kOwnerDirect, 60'000);
+  Memory memory(options, 1);
+  Domain domain(options, memory.segments, 0);
+  Outputs outputs(kRanks);
+  constexpr int64_t kLateNs = 100'000'000;
+  domain.stall(1, Stage::kStaged, kLateNs);
+  DeviceCall call(domain, problem, 0, {1, 1}, 0, true);
+  if (domain.wait_idle(kLateNs / 10)) fail("idle", "a call is in flight");
+  call.fused_moe(outputs);
+  if (const std::string error = call.wait(); !error.empty()) fail("idle", error);
+  if (!domain.wait_idle(1'000'000'000)) fail("idle", "no call is in flight");
+  const Timeline times = domain.timelines().back().second;
+  if (times.copy_end - times.copy_begin < kLateNs * 9 / 10) fail("copies", "they took no time");
+}
+
 // Each device's programs start several calls before they complete them, in whatever order.
 void test_calls_in_flight() {
   const Problem problem(1);
@@ -277,7 +296,7 @@ void test_calls_in_flight() {
 // order, half in the other. Neither may take the other's counts, tokens or weights.
 void test_independent_calls() {
   const Problem problems[2] = {Problem(1), Problem(2)};
-  const DomainOptions options = make_options(1, CopyRule::kPerSlot, 60'000);
+  const DomainOptions options = make_options(1, CopyRule::kPerSlot, 20'000);
   Memory memory(options, 1);
   Domain domain(options, memory.segments, 0);
   std::vector<float> expected[2], found[2];
@@ -295,7 +314,10 @@ void test_independent_calls() {
         calls[i] = std::make_unique<DeviceCall>(domain, problems[i], rank,
                                                 CallKey{3, static_cast<uint64_t>(10 + i)}, 0, true);
       }
-      for (const int i : {second, first}) calls[i]->fused_moe(*outputs[2 * rank + i]);
+      calls[second]->fused_moe(*outputs[2 * rank + second]);
+      // Time for a device that would not wait for its turn to begin.
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      calls[first]->fused_moe(*outputs[2 * rank + first]);
       for (const auto& call : calls) {
         if (const std::string error = call->wait(); !error.empty()) fail("independent", error);
       }
@@ -536,6 +558,7 @@ int main() {
   test_plan_mismatch();
   test_leaving();
   test_poison();
+  test_idle_and_copies();
   test_calls_in_flight();
   test_independent_calls();
   for (Stage stage : {Stage::kCounts, Stage::kDispatch, Stage::kReady}) test_late_rank(stage, 1);
