@@ -29,7 +29,8 @@ def planner(document: dict) -> str:
             [
                 row["ep"],
                 f"{us['cpp']:.1f}",
-                *(f"{us[name]:,.0f}" for name in ("numpy", "eplb_numpy", "eplb_numpy_61")),
+                *(f"{us[name]:,.0f}" for name in ("jax", "numpy", "eplb_numpy", "eplb_numpy_61")),
+                f"{row['jax_over_cpp']:,.0f}",
                 f"{row['numpy_over_cpp']:,.0f}",
                 f"{row['eplb_over_cpp']:,.0f}",
                 f"{us['eplb_numpy_61'] / us['cpp']:.1f}",
@@ -37,8 +38,8 @@ def planner(document: dict) -> str:
                 f"{row['imbalance_on']:.3f}",
             ]
         )
-    times = ["C++ us", "NumPy us", "EPLB us", "EPLB (61) us"]
-    ratios = ["NumPy / C++", "EPLB / C++", "EPLB (61) / C++"]
+    times = ["C++ us", "JAX us", "NumPy us", "EPLB us", "EPLB (61) us"]
+    ratios = ["JAX / C++", "NumPy / C++", "EPLB / C++", "EPLB (61) / C++"]
     return markdown(["EP", *times, *ratios, "R off", "R on"], rows)
 
 

@@ -33,7 +33,12 @@ GPU_LAYER = ("ffi/core", "ffi/cuda")
 # What each result measures, besides the program that measures it.
 MEASURED = {
     "prefill": ("ffi/core", "ffi/cpu", "ffi/bindings", "jax_iser", "models"),
-    "planner_cpu": ("ffi/core", "jax_iser/reference/planner.py", "jax_iser/replay/eplb.py"),
+    "planner_cpu": (
+        "ffi/core",
+        "jax_iser/methods/portable/plan.py",
+        "jax_iser/reference/planner.py",
+        "jax_iser/replay/eplb.py",
+    ),
     "fused_moe_cpu": ("ffi/core", "ffi/cpu", "jax_iser/layer.py", "benchmarks/bench_fused_moe.py"),
     "gemm_cpu": ("ffi/cpu/gemm.h", "benchmarks/bench_gemm.py"),
     "replay": ("ffi/core", "jax_iser/replay"),

@@ -23,6 +23,8 @@ from jax_iser.plan.types import OWNER_DIRECT, RESIDENT, SAMI, CountsPlan
 
 MAX_ROUTES = 2**31 - 1
 MAX_KEYS = 2**31  # that i32 tells apart
+# Of the broadcasts that a rank can host: a short chain of minima is faster than a running sum.
+MAX_UNROLLED = 8
 
 
 class Groups(NamedTuple):
@@ -229,10 +231,14 @@ def _trade(taker, giver):
 
 def _first(amounts, total):
     """The amounts, in the order of axis 0, until they sum to `total`."""
-    number = np.arange(len(amounts))
-    is_earlier = number[:, None, None] > number[:, None]
-    before = _sum(jnp.where(is_earlier, amounts, 0), axis=1)
-    return jnp.clip(total - before, 0, amounts)
+    if len(amounts) > MAX_UNROLLED:
+        before = _running_sum(amounts, 0) - amounts
+        return jnp.clip(total - before, 0, amounts)
+    taken, left = [], total
+    for amount in amounts:
+        taken.append(jnp.minimum(amount, left))
+        left = left - taken[-1]
+    return jnp.stack(taken)
 
 
 def _play_ring(extra, held):
