@@ -17,7 +17,6 @@ PAGES = [
 LEGACY = {
     "gemm_cpu": {"command", "date", "device", "versions", "commit"},
     "fused_moe_cpu": {"device"},
-    "planner_cpu": {"device"},
     "replay_speed": {"device", "commit"},
 }
 
