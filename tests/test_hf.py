@@ -177,12 +177,12 @@ FAULTS = {
     "a gated shared expert": (
         put("mlp.shared_expert_gate.weight", np.ones((1, D), np.float32)),
         ValueError,
-        r"no place for .*shared_expert_gate\.weight: gated shared experts are not supported",
+        r"no place for .*shared_expert_gate\.weight: make the MoE with shared_expert_gate=True",
     ),
     "a bias of an expert": (
         put(UP + "bias", np.ones(INNER, np.float32)),
         ValueError,
-        r"no place for .*experts\.2\.up_proj\.bias: experts with biases are not supported",
+        r"no place for .*experts\.2\.up_proj\.bias: make the MoE with expert_biases=True",
     ),
     "an unknown tensor": (
         put("mlp.norm.weight", np.ones(D, np.float32)),
@@ -378,3 +378,179 @@ def test_sources_that_are_none(tmp_path):
         load_hf(make_moe(), tmp_path / "text.safetensors", PREFIX)
     with pytest.raises(TypeError, match=r"gate\.weight is a dict, expected an array"):
         load_hf(make_moe(), plain_tensors() | {PREFIX + "mlp.gate.weight": {}}, PREFIX)
+
+
+# Layouts of other families.
+
+
+def fused_tensors(*, transposed=False, order="halves", biases=False, seed=0):
+    """All experts in one tensor each, and the planes that they stand for."""
+    draw = np.random.default_rng(seed).standard_normal
+    planes = {name: draw((EXPERTS, *shape), np.float32) for name, shape in SHAPES.items()}
+    planes |= {
+        f"{name}_bias": draw((EXPERTS, shape[0]), np.float32) for name, shape in SHAPES.items()
+    }
+
+    def joined(gate, up):
+        if order == "halves":
+            return np.concatenate([gate, up], 1)
+        return np.stack([gate, up], 2).reshape(EXPERTS, 2 * gate.shape[1], *gate.shape[2:])
+
+    gate_up, down = joined(planes["gate"], planes["up"]), planes["down"]
+    tensors = {
+        "gate.weight": draw((EXPERTS, D), np.float32),
+        "experts.gate_up_proj": gate_up.transpose(0, 2, 1) if transposed else gate_up,
+        "experts.down_proj": down.transpose(0, 2, 1) if transposed else down,
+    }
+    if biases:
+        tensors["experts.gate_up_proj_bias"] = joined(planes["gate_bias"], planes["up_bias"])
+        tensors["experts.down_proj_bias"] = planes["down_bias"]
+    return {f"{PREFIX}mlp.{name}": value for name, value in tensors.items()}, planes
+
+
+# What is transposed, the order of gate and up, whether there are biases, and gate_up_order=.
+FUSED = {
+    "transformers 5": (False, "halves", False, None),
+    "gpt-oss": (True, "interleaved", True, None),
+    "transposed halves": (True, "halves", False, "halves"),
+    "transposed halves with biases": (True, "halves", True, "halves"),
+    "interleaved rows": (False, "interleaved", False, "interleaved"),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("weight_format", [None, "float8_block128"])
+def test_fused_tensors(kind, weight_format):
+    transposed, order, biases, given = FUSED[kind]
+    tensors, planes = fused_tensors(transposed=transposed, order=order, biases=biases)
+    moe = make_moe(expert_biases=biases, weight_format=weight_format)
+    load_hf(moe, tensors, PREFIX, gate_up_order=given)
+    for name, variable in moe.expert_variables().items():
+        expected = planes[name]
+        if weight_format is not None and name in SHAPES:
+            expected = jax_iser.fp8.quantize_plane(jnp.asarray(expected))
+        assert_same_bits(variable.get_value(), expected, f"{kind}: {name}")
+
+
+@pytest.mark.parametrize("inner", [D // 2, D])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fused_tensors_that_are_square_in_one_place(inner, transposed):
+    """Where 2I = D gate_up_proj looks alike both ways, where I = D down_proj does."""
+    draw = np.random.default_rng(1).standard_normal
+    gate_up, down = draw((2, 2 * inner, D), np.float32), draw((2, D, inner), np.float32)
+    turn = (0, 2, 1) if transposed else (0, 1, 2)
+    tensors = {
+        "mlp.gate.weight": np.ones((2, D), np.float32),
+        "mlp.experts.gate_up_proj": gate_up.transpose(turn),
+        "mlp.experts.down_proj": down.transpose(turn),
+    }
+    moe = MoE(D, inner, num_experts=2, top_k=1, rngs=nnx.Rngs(0))
+    load_hf(moe, tensors, gate_up_order="halves")
+    assert_same_bits(moe.gate.get_value(), gate_up[:, :inner])
+    assert_same_bits(moe.up.get_value(), gate_up[:, inner:])
+    assert_same_bits(moe.down.get_value(), down)
+
+
+def test_names_of_mixtral():
+    tensors, moe, twin = plain_tensors(), make_moe(), make_moe()
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "mlp.": "block_sparse_moe."}
+    renamed = {}
+    for name, value in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        renamed[name] = value
+    load_hf(moe, renamed, PREFIX)
+    load_hf(twin, tensors, PREFIX)
+    for name, plane in planes_of(twin).items():
+        assert_same_bits(planes_of(moe)[name], plane, name)
+    del renamed[PREFIX + "block_sparse_moe.experts.0.w2.weight"]
+    with pytest.raises(ValueError, match=r"block_sparse_moe\.experts\.0\.w2\.weight is missing;"):
+        load_hf(moe, renamed, PREFIX)
+    with pytest.raises(ValueError, match=r'"model.layers.3.mlp." and with .*block_sparse_moe."'):
+        load_hf(moe, renamed | tensors, PREFIX)
+
+
+@pytest.mark.parametrize("name", ["gate.", "router."])
+def test_biases_and_gates_beside_experts(name):
+    tensors, draw = (
+        plain_tensors(shared="mlp.shared_expert"),
+        np.random.default_rng(2).standard_normal,
+    )
+    tensors[f"{PREFIX}mlp.{name}weight"] = tensors.pop(PREFIX + "mlp.gate.weight")
+    bias = tensors[f"{PREFIX}mlp.{name}bias"] = draw(EXPERTS, np.float32)
+    gate = tensors[PREFIX + "mlp.shared_expert_gate.weight"] = draw((1, D), np.float32)
+    biases = {
+        f"{plane}_bias": draw((EXPERTS, shape[0]), np.float32) for plane, shape in SHAPES.items()
+    }
+    for expert in range(EXPERTS):
+        for plane in SHAPES:
+            key = f"{PREFIX}mlp.experts.{expert}.{plane}_proj.bias"
+            tensors[key] = biases[f"{plane}_bias"][expert]
+    options = {"router_bias": True, "expert_biases": True, "shared_expert_gate": True}
+    moe = make_moe(num_shared_experts=1, **options)
+    load_hf(moe, tensors, PREFIX)
+    for variable, value in (biases | {"router_bias": bias, "shared_expert_gate": gate}).items():
+        assert_same_bits(getattr(moe, variable).get_value(), value, variable)
+    for option in options:
+        wrong = make_moe(num_shared_experts=1, **options | {option: False})
+        with pytest.raises(ValueError, match=f"make the MoE with {option}=True"):
+            load_hf(wrong, tensors, PREFIX)
+
+
+FUSED_FAULTS = {
+    "gate_up of another shape": (
+        ("experts.gate_up_proj", np.ones((EXPERTS, D, INNER), np.float32)),
+        r"gate_up_proj has shape \(4, 256, 128\), expected \(4, 256, 256\) or, transposed, ",
+    ),
+    "one is transposed": (
+        ("experts.gate_up_proj", np.ones((EXPERTS, D, 4 * INNER), np.float32)),
+        r"gate_up_proj has shape \(4, 256, 512\)",
+    ),
+    "a bias of another shape": (
+        ("experts.gate_up_proj_bias", np.ones((EXPERTS, INNER), np.float32)),
+        r"gate_up_proj_bias has shape \(4, 128\), expected \(4, 256\)",
+    ),
+    "a missing bias": (
+        ("experts.down_proj_bias", None),
+        r"^model\.layers\.3\.mlp\.experts\.0\.down_proj\.bias is missing",
+    ),
+    "fp8": (
+        ("experts.down_proj", np.ones((EXPERTS, INNER, D), E4M3)),
+        r"experts\.down_proj is float8_e4m3fn, expected floats of 16 bits or more; dequantise",
+    ),
+    "separate experts too": (
+        ("experts.1.up_proj.weight", np.ones((INNER, D), np.float32)),
+        r"experts\.0\.up_proj\.weight is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED_FAULTS)
+def test_fused_tensors_that_do_not_fit_leave_the_module_as_it_was(name):
+    (key, value), words = FUSED_FAULTS[name]
+    tensors, _ = fused_tensors(transposed=True, order="interleaved", biases=True)
+    tensors[f"{PREFIX}mlp.{key}"] = value
+    if value is None:
+        del tensors[f"{PREFIX}mlp.{key}"]
+    moe = make_moe(expert_biases=True)
+    before = planes_of(moe)
+    with pytest.raises((ValueError, TypeError), match=words):
+        load_hf(moe, tensors, PREFIX)
+    for plane, expected in before.items():
+        assert_same_bits(planes_of(moe)[plane], expected)
+
+
+def test_an_order_that_shapes_leave_open():
+    tensors, _ = fused_tensors(transposed=True)
+    with pytest.raises(ValueError, match='pass gate_up_order="halves" or gate_up_order="inter'):
+        load_hf(make_moe(), tensors, PREFIX)
+    with pytest.raises(ValueError, match="gate_up_order='columns' is not one of"):
+        load_hf(make_moe(), tensors, PREFIX, gate_up_order="columns")
+    moe = MoE(D, 64, num_experts=EXPERTS, top_k=2, rngs=nnx.Rngs(0))
+    tensors = {
+        "mlp.gate.weight": np.ones((EXPERTS, D), np.float32),
+        "mlp.experts.gate_up_proj": np.ones((EXPERTS, D, 128), np.float32),
+        "mlp.experts.down_proj": np.ones((EXPERTS, D, 64), np.float32),
+    }
+    with pytest.raises(ValueError, match="one is transposed, the other is not"):
+        load_hf(moe, tensors)

@@ -9,17 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_iser.router import check_router_arguments, route, router_logits
+from jax_iser.router import SCORE_FUNCTIONS, check_router_arguments, route, router_logits
 
 NUM_EXPERTS = 16
 
 
 def route_one_token(
-    logits, top_k, softmax, num_groups, top_k_groups, bias, scaling, normalise
+    logits, top_k, score_function, num_groups, top_k_groups, bias, scaling, normalise
 ) -> tuple[list[int], list[np.float32]]:
     """Sorts, masks and picks in plain Python; f32 as the router."""
     logits = logits.astype(np.float32)
-    if softmax:
+    if score_function == "softmax_topk":
+        scores = logits
+    elif score_function == "softmax":
         exponent = np.exp(logits - logits.max())
         scores = exponent / exponent.sum(dtype=np.float32)
     else:
@@ -35,16 +37,20 @@ def route_one_token(
         eligible = [e for g in sorted(best) for e in groups[g]]
     ids = sorted(eligible, key=lambda e: (-choice[e], e))[:top_k]
     weights = scores[ids]
+    if score_function == "softmax_topk":
+        weights = np.exp(weights - weights.max())
     if normalise:
         weights = weights / weights.sum()
     return ids, weights * np.float32(scaling)
 
 
-@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 @pytest.mark.parametrize("groups", [(None, None), (4, 2), (16, 5), (1, 1)])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_matches_a_router_of_one_token(score_function, groups, has_bias, normalise):
+    if score_function == "softmax_topk" and not normalise:
+        pytest.skip("a softmax over the chosen logits sums to 1")
     rng = np.random.default_rng(3)
     # Multiples of 1/4 make many exact ties, which go to the lower id.
     logits = np.round(rng.normal(size=(64, NUM_EXPERTS)) * 8) / 4
@@ -63,7 +69,7 @@ def test_matches_a_router_of_one_token(score_function, groups, has_bias, normali
     assert topk_weights.dtype == jnp.float32
     for token in range(len(logits)):
         ids, weights = route_one_token(
-            logits[token], 4, score_function == "softmax", *groups, bias, 2.5, normalise
+            logits[token], 4, score_function, *groups, bias, 2.5, normalise
         )
         assert topk_ids[token].tolist() == ids, f"token {token}"
         # exp and the sums differ between NumPy and XLA in the last bits.
@@ -155,3 +161,47 @@ def test_what_does_not_fit_is_refused_with_both_values(options, words):
 def test_a_bias_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"\(3,\), expected \(4,\)"):
         route(jnp.zeros((1, 4)), top_k=1, routed_bias=jnp.zeros(3))
+
+
+def test_softmax_of_the_chosen_has_the_weights_of_softmax_normalised():
+    logits = jax.random.normal(jax.random.key(0), (200, NUM_EXPERTS)) * 4
+    ids, weights = route(logits, top_k=4, score_function="softmax_topk")
+    others, expected = route(logits, top_k=4, score_function="softmax")
+    np.testing.assert_array_equal(ids, others)
+    np.testing.assert_allclose(weights, expected, rtol=3e-6)  # exp and sums of other numbers
+
+
+def test_softmax_of_the_chosen_tells_apart_what_probabilities_do_not():
+    """Neighbouring logits far below the largest: their probabilities are 0, or one number."""
+    for best, low in ((200.0, 1.0), (8.0, 0.125)):
+        logits = jnp.full(NUM_EXPERTS, -300.0).at[3].set(best)
+        logits = logits.at[5].set(low).at[9].set(np.nextafter(np.float32(low), np.float32(2)))
+        ids, weights = route(logits, top_k=2, score_function="softmax_topk")
+        assert ids.tolist() == [3, 9]
+        assert jnp.isclose(weights.sum(), 1)
+        assert route(logits, top_k=2, score_function="softmax")[0].tolist()[0] == 3
+    logits = jnp.zeros(NUM_EXPERTS).at[jnp.array([2, 7])].set(1.0)
+    ids, weights = route(logits, top_k=3, score_function="softmax_topk")  # ties to the lower id
+    assert ids.tolist() == [2, 7, 0]
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_softmax_of_the_chosen_with_a_bad_logit(value):
+    logits = jnp.zeros((2, NUM_EXPERTS)).at[0, 5].set(value)
+    ids, weights = route(logits, top_k=3, score_function="softmax_topk")
+    assert ids[0].tolist() == [0, 1, 2]
+    assert jnp.isnan(weights[0]).all()
+    np.testing.assert_allclose(weights[1], 1 / 3, rtol=1e-6)
+
+
+def test_softmax_of_the_chosen_is_normalised_already():
+    with pytest.raises(ValueError, match=r"softmax_topk.* with norm_topk_prob=False"):
+        route(jnp.zeros(8), top_k=2, score_function="softmax_topk", norm_topk_prob=False)
+
+
+def test_router_logits_with_a_bias():
+    x, weight = jax.random.normal(jax.random.key(1), (3, 8)), jnp.ones((4, 8))
+    bias = jnp.arange(4.0)
+    np.testing.assert_array_equal(
+        router_logits(x, weight, bias), router_logits(x, weight) + bias[None]
+    )

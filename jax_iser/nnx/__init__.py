@@ -10,6 +10,7 @@ from jax_iser.nnx.variables import EXPERT_PLANES as EXPERT_PLANES
 from jax_iser.nnx.variables import WEIGHTS as WEIGHTS
 from jax_iser.nnx.variables import AttachedDomain as AttachedDomain
 from jax_iser.nnx.variables import AttachedLayer as AttachedLayer
+from jax_iser.nnx.variables import ExpertBias as ExpertBias
 from jax_iser.nnx.variables import ExpertPlane as ExpertPlane
 from jax_iser.nnx.variables import Fp8Plane as Fp8Plane
 from jax_iser.nnx.variables import RoutedBias as RoutedBias

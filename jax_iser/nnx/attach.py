@@ -65,7 +65,7 @@ def place(model: nnx.Module, domain: Domain) -> None:
     for name, module in modules.items():
         fits.check_module(module, handle, name)
     for module in modules.values():
-        for variable in (module.gate, module.up, module.down):
+        for variable in module.expert_variables().values():
             variable.set_value(domain.place(variable[...]))
 
 

@@ -8,18 +8,21 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_iser import fp8
 from jax_iser.domain.config import DTYPES, DomainConfig
-from jax_iser.experts.formats import format_of
+
+# What a module and its Domain have alike.
+_FIELDS = dict.fromkeys(
+    ("num_experts", "top_k", "hidden_size", "intermediate_size"), "of the model's sizes"
+) | dict.fromkeys(("weight_dtype", "activation", "expert_biases"), "of the model's experts")
 
 
 def check_module(module, handle, name):
     config = handle.config
-    for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "weight_dtype"):
+    for field, remedy in _FIELDS.items():
         if getattr(module, field) != getattr(config, field):
             raise ValueError(
                 f"the Domain was made for {field}={getattr(config, field)}, {name} has "
-                f"{getattr(module, field)}; make a Domain of the model's sizes"
+                f"{getattr(module, field)}; make a Domain {remedy}"
             )
     if module.dtype is not None and module.method == "fused":
         check_dtype(module, jnp.dtype(module.dtype), config, name)
@@ -29,13 +32,7 @@ def check_module(module, handle, name):
 def stack_size(module) -> int | None:
     """Layers that the expert planes of a module are stacked over; None where they are not."""
     gate = module.gate.get_value()
-    is_stacked = gate.ndim > gate_dims(module.weight_dtype)
-    return gate.shape[0] if is_stacked else None
-
-
-def gate_dims(weight_dtype: str | None) -> int:
-    """Axes of the gate planes of one layer."""
-    return format_of(None, "float32", weight_dtype).plane("gate", 1, 1).num_dims
+    return gate.shape[0] if gate.ndim > module.layout().planes[0].num_dims else None
 
 
 def unstacked(handle):
@@ -48,12 +45,13 @@ def unstacked(handle):
 def check_variables(module):
     """Weights have the shapes of the module's sizes, whatever was restored or assigned."""
     e, d, i = module.num_experts, module.hidden_size, module.intermediate_size
-    planes: dict[str, tuple[int, ...]] = {"gate": (e, i, d), "up": (e, i, d), "down": (e, d, i)}
-    if module.weight_dtype is not None:
-        planes = dict.fromkeys(planes, (e, fp8.plane_bytes(i, d)))
-    expected = {"router": (e, d)} | planes
-    if module.routed_bias is not None:
-        expected["routed_bias"] = (e,)
+    expected: dict[str, tuple[int, ...]] = {"router": (e, d)}
+    expected |= {plane.name: (e, *plane.array_shape) for plane in module.layout().planes}
+    optional: dict[str, tuple[int, ...]]
+    optional = {"router_bias": (e,), "routed_bias": (e,), "shared_expert_gate": (1, d)}
+    for name, shape in optional.items():
+        if getattr(module, name) is not None:
+            expected[name] = shape
     num_stacked = stack_size(module)
     for name, shape in expected.items():
         found = getattr(module, name).get_value().shape

@@ -1,16 +1,15 @@
 """`load_hf`: one MoE block of a checkpoint with Hugging Face's names, all of it or nothing.
 
-`LAYOUT` says where each variable comes from; another family of names is a few more rows. Every
-tensor under the prefix is used, left out by `ignore=`, or named in an error.
+`layouts.LAYOUT` says where each variable comes from. Every tensor of the block is used, left out by
+`ignore=`, or named in an error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,66 +17,28 @@ import ml_dtypes
 import numpy as np
 
 from jax_iser import fp8
+from jax_iser.experts.bundle import PLANES
+from jax_iser.experts.formats import format_of
 from jax_iser.nnx import fits
+from jax_iser.nnx.layouts import (
+    BLOCKS,
+    GATE_UP_ORDERS,
+    LAYOUT,
+    REMEDIES,
+    FusedLayout,
+    Row,
+    Source,
+    fused_layout,
+    part_of,
+)
 from jax_iser.nnx.moe import MoE
 from jax_iser.nnx.tensors import SafetensorsHandle, as_numpy, open_tensors
 
-BLOCK = "mlp."  # what all names of a block begin with, after the prefix
 SCALES = ("weight_scale_inv", "weight_scale")  # both multiply the values
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 _FLOATS = (*map(np.dtype, ("float64", "float32", "float16")), np.dtype(ml_dtypes.bfloat16))
 _MOST_NAMES = 12
 _NUMBER = r"(?<=\.)\d+(?=\.)"  # of an expert or a layer, in a name
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Where a variable of the module comes from.
-
-    Attributes:
-      variable: an attribute of `MoE`.
-      names: alternatives, after `mlp.`; the first that the checkpoint has is read. `{expert}`
-        stands for each expert's number.
-    """
-
-    variable: str
-    names: tuple[str, ...]
-
-
-_PLANES = ("gate", "up", "down")
-LAYOUT = (
-    Row("router", ("gate.weight",)),
-    Row("routed_bias", ("gate.e_score_correction_bias",)),
-    *(Row(plane, (f"experts.{{expert}}.{plane}_proj.weight",)) for plane in _PLANES),
-    *(
-        Row(
-            f"shared_{plane}",
-            (f"shared_experts.{plane}_proj.weight", f"shared_expert.{plane}_proj.weight"),
-        )
-        for plane in _PLANES
-    ),
-)
-
-# Why a tensor is left over, by a pattern of its name after `mlp.`, and what to do.
-REMEDIES: tuple[tuple[str, Callable[[MoE], bool], str], ...] = (
-    (
-        "gate.e_score_correction_bias",
-        lambda moe: moe.routed_bias is None,
-        "make the MoE with routed_bias=True",
-    ),
-    ("shared_expert_gate.*", lambda moe: True, "gated shared experts are not supported"),
-    (
-        "shared_expert*",
-        lambda moe: not moe.has_shared,
-        "make the MoE with num_shared_experts=",
-    ),
-    (
-        "*.input_scale",
-        lambda moe: True,
-        "tokens are scaled as they come; leave static scales out by ignore=",
-    ),
-    ("*.bias", lambda moe: True, "experts with biases are not supported"),
-)
 
 
 def load_hf(
@@ -86,11 +47,20 @@ def load_hf(
     prefix: str = "",
     *,
     ignore: Sequence[str] = (),
+    gate_up_order: str | None = None,
 ) -> None:
     """Loads one MoE block from tensors with Hugging Face names: all of it, or nothing.
 
-    Names after the prefix: `mlp.gate.weight` `[E, D]`, `mlp.gate.e_score_correction_bias` `[E]`,
-    `mlp.experts.N.{gate,up,down}_proj.weight`, `mlp.shared_expert(s).{gate,up,down}_proj.weight`.
+    Names after the prefix and `mlp.` or `block_sparse_moe.`:
+
+    - `gate.weight` or `router.weight` `[E, D]`, `gate.bias` or `router.bias` `[E]`,
+      `gate.e_score_correction_bias` `[E]`;
+    - `experts.N.{gate,up,down}_proj.weight`, or Mixtral's `experts.N.{w1,w3,w2}.weight`, and
+      `experts.N.{gate,up,down}_proj.bias`;
+    - or all experts in one: `experts.gate_up_proj` `[E, 2I, D]` and `experts.down_proj`
+      `[E, D, I]`, gate before up; or transposed as in gpt-oss, `[E, D, 2I]` and `[E, I, D]`, gate
+      and up interleaved; `experts.gate_up_proj_bias` `[E, 2I]`, `experts.down_proj_bias` `[E, D]`;
+    - `shared_expert(s).{gate,up,down}_proj.weight`, `shared_expert_gate.weight` `[1, D]`.
 
     FP8 weights need their scale beside them, in `*_proj.weight_scale_inv` or `*_proj.weight_scale`:
     of blocks of 128 x 128, of the whole tensor, or `[rows]` or `[rows, 1]`. A module of FP8 planes
@@ -104,10 +74,12 @@ def load_hf(
       prefix: what stands before `mlp.`, such as `model.layers.3.`.
       ignore: shell patterns of names after the prefix that are left out, such as
         `"mlp.experts.*.input_scale"`.
+      gate_up_order: of `gate_up_proj`: `"halves"`, `"interleaved"`, or None: by its shape and
+        biases. Needed for transposed tensors without biases, which models store either way.
 
     Raises:
-      ValueError, TypeError: a tensor under `prefix + "mlp."` that is missing, is not used or has
-        another shape or dtype; a stacked module. The module is then as it was.
+      ValueError, TypeError: a tensor of the block that is missing, is not used or has another shape
+        or dtype; a stacked module. The module is then as it was.
     """
     num_stacked = fits.stack_size(moe)
     if num_stacked is not None:
@@ -115,18 +87,38 @@ def load_hf(
             f"the MoE is stacked over {num_stacked} layers; load each layer's own module, and "
             "stack their states"
         )
-    block = _Block(moe, open_tensors(tensors), prefix + BLOCK, prefix, ignore)
+    if gate_up_order not in (None, *GATE_UP_ORDERS):
+        raise ValueError(f"gate_up_order={gate_up_order!r} is not one of {GATE_UP_ORDERS}, or None")
+    tensors = open_tensors(tensors)
+    block = _Block(moe, tensors, _stem_of(tensors, prefix), prefix, ignore, gate_up_order)
     sources = block.find()
-    values = {row.variable: block.read(row, names) for row, names in sources}
+    values = {row.variable: block.read(row, source, names) for row, source, names in sources}
     for name, value in values.items():
         _assign(getattr(moe, name), value)
+
+
+def _stem_of(tensors, prefix) -> str:
+    """The prefix with the block's own name."""
+    found = [
+        prefix + block for block in BLOCKS if any(n.startswith(prefix + block) for n in tensors)
+    ]
+    if len(found) > 1:
+        raise ValueError(
+            f'names begin with "{found[0]}" and with "{found[1]}": one MoE has one block; pass the '
+            "tensors of one"
+        )
+    return found[0] if found else prefix + BLOCKS[0]
 
 
 class _Block:
     """The tensors of one block, and which of them a module takes."""
 
-    def __init__(self, moe, tensors, stem, prefix, ignore):
+    def __init__(self, moe, tensors, stem, prefix, ignore, gate_up_order):
         self.moe, self.tensors, self.stem, self.prefix = moe, tensors, stem, prefix
+        self.gate_up_order = gate_up_order
+        self.format = format_of(moe.weight_format, "float32")
+        self.fused: dict[str, np.ndarray] = {}  # read once, for gate and for up
+        self.fused_layout = FusedLayout(False, False)
         is_left_out = lambda name: any(fnmatch.fnmatchcase(name, p) for p in ignore)  # noqa: E731
         self.names = {
             name.removeprefix(stem)
@@ -134,8 +126,8 @@ class _Block:
             if name.startswith(stem) and not is_left_out(name.removeprefix(prefix))
         }
 
-    def find(self) -> list[tuple[Row, list[str]]]:
-        """The rows that the module has, with the names of each expert's tensor.
+    def find(self) -> list[tuple[Row, Source, list[str]]]:
+        """The rows that the module has, where each comes from, and the names of its tensors.
 
         Raises ValueError for tensors that are missing or left over.
         """
@@ -143,17 +135,35 @@ class _Block:
         for row in LAYOUT:
             if getattr(self.moe, row.variable, None) is None:
                 continue
-            pattern = next((n for n in row.names if n.format(expert=0) in self.names), row.names[0])
-            names = self._expand(pattern)
+            expanded = [(source, self._expand(source.name)) for source in row.sources]
+            held = (each for each in expanded if not self.names.isdisjoint(each[1]))
+            source, names = next(held, expanded[0])
             missing += [name for name in names if name not in self.names]
             used |= {name for each in names for name in (each, self._scale_of(each)) if name}
-            found.append((row, names))
+            found.append((row, source, names))
         if missing:
             raise self._missing(missing)
         left = sorted(self.names - used, key=_natural)
         if left:
             raise self._left_over(left)
+        self._read_fused([names[0] for _, source, names in found if source.is_fused])
         return found
+
+    def _read_fused(self, names):
+        for name in names:
+            if name not in self.fused:
+                self.fused[name] = as_numpy(self.stem + name, self.tensors[self.stem + name])
+                self._check_fused(name)
+        sizes = (self.moe.num_experts, self.moe.hidden_size, self.moe.intermediate_size)
+        self.fused_layout = fused_layout(self.fused, self.stem, sizes, self.gate_up_order)
+
+    def _check_fused(self, name):
+        if self.fused[name].dtype not in _FLOATS:
+            raise TypeError(
+                f"{self.stem}{name} is {self.fused[name].dtype}, expected floats of 16 bits or "
+                "more; dequantise the tensors first, or give those of single experts beside their "
+                "scales"
+            )
 
     def _expand(self, pattern):
         if "{expert}" not in pattern:
@@ -166,21 +176,41 @@ class _Block:
         names = [stem + scale for scale in SCALES if stem + scale in self.names]
         return names[0] if names and name.endswith("weight") else None
 
-    def read(self, row: Row, names: list[str]) -> np.ndarray:
+    def read(self, row: Row, source: Source, names: list[str]) -> np.ndarray:
         """The value of a row's variable."""
-        variable = getattr(self.moe, row.variable)
-        shape, dtype = tuple(variable.get_value().shape), variable.get_value().dtype
-        if row.variable not in _PLANES:
+        old = getattr(self.moe, row.variable).get_value()
+        shape, dtype = tuple(old.shape), old.dtype
+        if row.variable not in PLANES:
             return self._read_values(names[0], shape).astype(dtype)
-        wide = (self.moe.intermediate_size, self.moe.hidden_size)
-        of_expert = wide if row.variable != "down" else wide[::-1]
+        plane = next(p for p in self.moe.layout().planes if p.name == row.variable)
+        is_packed = plane.array_shape != plane.shape
         value = np.empty(shape, dtype)
-        for expert, name in enumerate(names):
-            if self.moe.weight_dtype is None:
-                value[expert] = self._read_values(name, of_expert).astype(dtype)
+        for expert in range(self.moe.num_experts):
+            if source.is_fused:
+                part = self._read_part(names[0], expert, source.half, plane.shape)
+            elif is_packed:
+                value[expert] = self._read_fp8_plane(names[expert], plane.shape)
+                continue
             else:
-                value[expert] = self._read_fp8_plane(name, of_expert)
+                part = self._read_values(names[expert], plane.shape)
+            value[expert] = self._pack(part) if is_packed else part.astype(dtype)
         return value
+
+    def _read_part(self, name, expert, half, shape) -> np.ndarray:
+        """One expert's values of a fused tensor."""
+        array = self.fused[name]
+        rows = shape[0] if half is None else 2 * shape[0]
+        if len(shape) == 1 and array.shape != (self.moe.num_experts, rows):
+            raise ValueError(
+                f"{self.stem}{name} has shape {array.shape}, expected "
+                f"{(self.moe.num_experts, rows)}"
+            )
+        part = part_of(array[expert], half, self.fused_layout)
+        return part.astype(np.float32) if part.dtype == np.float64 else part
+
+    def _pack(self, values) -> np.ndarray:
+        plane = values if values.dtype == ml_dtypes.bfloat16 else values.astype(np.float32)
+        return np.asarray(self.format.pack(plane))
 
     def _get(self, name, shape) -> np.ndarray:
         array = as_numpy(self.stem + name, self.tensors[self.stem + name])
@@ -212,9 +242,7 @@ class _Block:
             scale = self._read_scale(name, shape)
             if scale.shape == _grid(shape) or scale.size == 1:
                 return _pack(array, np.broadcast_to(scale, _grid(shape)))
-        values = self._read_values(name, shape)
-        plane = values if values.dtype == ml_dtypes.bfloat16 else values.astype(np.float32)
-        return np.asarray(fp8.quantize_plane(plane))
+        return self._pack(self._read_values(name, shape))
 
     def _read_scale(self, name, shape) -> np.ndarray:
         """f32, of one of the shapes `[]`, `[rows, 1]` and that of the grid of blocks."""

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax_iser import fp8
-from jax_iser.domain.config import WEIGHT_DTYPES, check_flag, check_integer, dtype_name
-from jax_iser.experts.bundle import bundle_layout
-from jax_iser.experts.formats import format_of
+from jax_iser.domain.config import check_flag, check_integer, dtype_name
+from jax_iser.experts.activation import Activation
+from jax_iser.experts.bundle import PLANES, BundleLayout, bundle_layout
+from jax_iser.experts.formats import FORMATS, format_of
 from jax_iser.experts.weights import ExpertWeights
 from jax_iser.layer import moe_layer
-from jax_iser.nnx import fits, meshes
+from jax_iser.nnx import fits, meshes, names
 from jax_iser.nnx.telemetry import balanced_routing, plan_telemetry
-from jax_iser.nnx.variables import ExpertPlane, Fp8Plane, RoutedBias
+from jax_iser.nnx.variables import ExpertBias, ExpertPlane, Fp8Plane, RoutedBias
 from jax_iser.plan.types import Plan
 from jax_iser.reference.fused_moe import SCHEMES
 from jax_iser.reference.layer import moe_layer as reference_layer
@@ -34,17 +35,25 @@ class MoE(nnx.Module):
     """Mixture of experts that rebalances itself over the expert-parallel ranks at every call.
 
     Args:
-      hidden_size, intermediate_size: `D`, and `I` of each routed expert (gated MLP, silu).
-      num_experts, top_k: experts of the layer, experts a token.
+      hidden_size, intermediate_size: `D`, and `I` of each routed expert, a gated MLP.
+      num_experts, top_k: experts of the layer, experts per token.
+      activation: an `Activation` or its name (`"silu"`, `"gelu_tanh"`, `"clamped_swiglu"`), of the
+        routed experts and the shared one.
+      expert_biases: the routed experts have biases of gate, up and down.
+      router_bias: the router's logits have a bias, which enters choice and weights.
       score_function, num_groups, top_k_groups, routed_scaling_factor, norm_topk_prob: the router;
         see `jax_iser.router.route`.
       routed_bias: adds a selection bias, a `RoutedBias` variable that gradients do not touch.
       num_shared_experts, shared_intermediate_size: shared experts, held as one gated MLP of
         `num_shared_experts * shared_intermediate_size` (default: `intermediate_size` each).
+      shared_expert_gate: the shared experts' output is multiplied by `sigmoid(x @ g)`, as in
+        Qwen2-MoE.
       shared_expert_sms: on GPUs, SMs that its products may use; see `jax_iser.shared_expert`.
       dtype: of the computation (default: the input's), also the Domain's. param_dtype: of the
-        expert weights; the router's are f32. weight_dtype: `float8_e4m3fn` keeps the expert weights
-        as `Fp8Plane`s, quantised when they are made or loaded; gradients do not touch them.
+        expert weights; the router's and all biases are f32.
+      weight_format: of the expert weights: None for elements of `dtype`, or a name of a format,
+        see `DomainConfig`. `"float8_block128"` keeps them as `Fp8Plane`s, quantised when they are
+        made or loaded; gradients do not touch them. `weight_dtype="float8_e4m3fn"` is its alias.
       mesh, axis: experts are spread over `axis` of `mesh`, and the input's tokens with them; its
         axes may be Auto or Explicit. `mesh=None` takes the mesh of `jax.set_mesh`. Without that
         the module is one rank, with no `shard_map` and `method="reference"`.
@@ -55,13 +64,19 @@ class MoE(nnx.Module):
         model. Layers take turns with the Domain's helper banks.
       reference_scheme: `scheme` of `jax_iser.reference.fused_moe.fused_moe`.
       rngs: `nnx.Rngs` with a `params` stream.
+      aliases: field names of Hugging Face's configs beside those above: `num_experts_per_tok`,
+        `moe_intermediate_size`, `num_local_experts`, `n_routed_experts`, `n_group`, `topk_group`,
+        `scoring_func`, `n_shared_experts`, `shared_expert_intermediate_size`.
 
     Attributes:
       router: `[E, D] f32`.
+      router_bias: `[E] f32`, or None.
       gate, up: `[E, I, D]`, as Hugging Face's `*_proj.weight`; FP8 planes `[E, bytes] u8`.
       down: `[E, D, I]`, likewise. `load_hf` reads all of them; `x @ w[e]` weights `[E, D, I]` have
         to be transposed.
+      gate_bias, up_bias: `[E, I] f32`, or None; down_bias: `[E, D] f32`, or None.
       routed_bias: `[E] f32`, or None.
+      shared_expert_gate: `[1, D]`, or None.
       shared_gate, shared_up, shared_down: `[I, D]`, `[I, D]`, `[D, I]` of all shared experts.
 
     Under `nnx.capture(..., nnx.Intermediate)` each call records `plan_telemetry`'s arrays, the
@@ -78,21 +93,26 @@ class MoE(nnx.Module):
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
+        intermediate_size: int | None = None,
         *,
-        num_experts: int,
-        top_k: int,
-        score_function: str = "softmax",
+        num_experts: int | None = None,
+        top_k: int | None = None,
+        activation: str | Activation = "silu",
+        expert_biases: bool = False,
+        score_function: str | None = None,
         num_groups: int | None = None,
         top_k_groups: int | None = None,
+        router_bias: bool = False,
         routed_bias: bool = False,
         routed_scaling_factor: float = 1.0,
         norm_topk_prob: bool = True,
-        num_shared_experts: int = 0,
+        num_shared_experts: int | None = None,
         shared_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,
         shared_expert_sms: int | None = None,
         dtype=None,
         param_dtype=jnp.float32,
+        weight_format: str | None = None,
         weight_dtype=None,
         mesh: jax.sharding.Mesh | None = None,
         axis: str = "ep",
@@ -101,7 +121,30 @@ class MoE(nnx.Module):
         layer: int | None = None,
         reference_scheme: str = "blocked",
         rngs: nnx.Rngs,
+        **aliases,
     ):
+        sizes = {
+            "intermediate_size": intermediate_size,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "score_function": score_function,
+            "num_groups": num_groups,
+            "top_k_groups": top_k_groups,
+            "num_shared_experts": num_shared_experts,
+            "shared_intermediate_size": shared_intermediate_size,
+        }
+        (
+            intermediate_size,
+            num_experts,
+            top_k,
+            score_function,
+            num_groups,
+            top_k_groups,
+            num_shared_experts,
+            shared_intermediate_size,
+        ) = names.resolve(sizes, aliases).values()
+        score_function = "softmax" if score_function is None else score_function
+        num_shared_experts = 0 if num_shared_experts is None else num_shared_experts
         check_router_arguments(
             num_experts, top_k, score_function, num_groups, top_k_groups, norm_topk_prob
         )
@@ -111,9 +154,18 @@ class MoE(nnx.Module):
         ):
             check_integer(name, size, least=1)
         shared = _shared_size(
-            num_shared_experts, shared_intermediate_size, intermediate_size, shared_expert_sms
+            num_shared_experts,
+            shared_intermediate_size,
+            intermediate_size,
+            shared_expert_sms,
+            shared_expert_gate,
         )
-        check_flag("routed_bias", routed_bias)
+        for name, flag in (
+            ("routed_bias", routed_bias),
+            ("router_bias", router_bias),
+            ("expert_biases", expert_biases),
+        ):
+            check_flag(name, flag)
         _check_scale(routed_scaling_factor)
         check_balance(balance)
         if layer is not None:
@@ -121,18 +173,21 @@ class MoE(nnx.Module):
         is_ambient = mesh is None
         mesh = meshes.ambient_mesh() if is_ambient else mesh
         self.method = _check_method(method, mesh, axis, num_experts, is_ambient)
-        weight_dtype = dtype_name(weight_dtype)
-        _check_weight_dtype(weight_dtype, hidden_size, intermediate_size)
-        _check_scheme(reference_scheme, mesh, weight_dtype)
         _check_float("dtype", dtype)
         _check_float("param_dtype", param_dtype)
+        self.weight_format = _check_format(weight_format, weight_dtype, dtype)
+        expert_format = format_of(self.weight_format, "float32")
+        expert_format.check_sizes(
+            hidden_size, intermediate_size, "hidden_size", "intermediate_size"
+        )
+        _check_scheme(reference_scheme, mesh, expert_format)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.score_function, self.norm_topk_prob = score_function, norm_topk_prob
         self.num_groups, self.top_k_groups = num_groups, top_k_groups
         self.routed_scaling_factor = routed_scaling_factor
         self.dtype, self.mesh, self.axis = dtype, mesh, axis
-        self.weight_dtype = weight_dtype
+        self.activation, self.expert_biases = Activation.of(activation), expert_biases
         self.balance, self.reference_scheme = balance, reference_scheme
         self.layer, self.attached_as = layer, None
         planes = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
@@ -146,10 +201,13 @@ class MoE(nnx.Module):
             return kind(value, out_sharding=sharding, **own)
 
         def expert_plane(shape):
-            plane = planes(rngs.params(), shape, param_dtype)
-            if weight_dtype is not None:
-                return make(Fp8Plane, fp8.quantize_plane(plane), (axis, None))
-            return make(ExpertPlane, plane, (axis, None, None))
+            plane = expert_format.pack(planes(rngs.params(), shape, param_dtype))
+            kind = ExpertPlane if expert_format.has_gradient else Fp8Plane
+            return make(kind, plane, (axis, *[None] * (plane.ndim - 1)))
+
+        def expert_bias(size):
+            zeros = jnp.zeros((e, size), jnp.float32) if expert_biases else None
+            return nnx.data(zeros if zeros is None else make(ExpertBias, zeros, (axis, None)))
 
         def replicated(shape, kind_dtype=param_dtype):
             return make(nnx.Param, matrix(rngs.params(), shape, kind_dtype))
@@ -157,14 +215,35 @@ class MoE(nnx.Module):
         self.router = replicated((e, d), jnp.float32)
         bias = make(RoutedBias, jnp.zeros(e, jnp.float32)) if routed_bias else None
         self.routed_bias = nnx.data(bias)
+        bias = make(nnx.Param, jnp.zeros(e, jnp.float32)) if router_bias else None
+        self.router_bias = nnx.data(bias)
         self.gate, self.up = expert_plane((e, i, d)), expert_plane((e, i, d))
         self.down = expert_plane((e, d, i))
+        self.gate_bias, self.up_bias = expert_bias(i), expert_bias(i)
+        self.down_bias = expert_bias(d)
         self.has_shared, self.shared_expert_sms = shared > 0, shared_expert_sms
         if self.has_shared:
             self.shared_gate = replicated((shared, d))
             self.shared_up = replicated((shared, d))
             self.shared_down = replicated((d, shared))
+        self.shared_expert_gate = nnx.data(replicated((1, d)) if shared_expert_gate else None)
         self.domain, self.domain_layer = nnx.data(None), nnx.data(None)
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """The alias of `weight_format`; None for elements."""
+        return format_of(self.weight_format, "float32").weight_dtype
+
+    def layout(self, dtype="float32") -> BundleLayout:
+        """The planes of one expert, computed with in `dtype` where `weight_format` is None."""
+        expert_format = format_of(self.weight_format, dtype)
+        sizes = (self.hidden_size, self.intermediate_size)
+        return bundle_layout(expert_format, *sizes, self.expert_biases)
+
+    def expert_variables(self) -> dict[str, nnx.Variable]:
+        """The variables that hold the planes of all experts, by the planes' names."""
+        found = {name: getattr(self, name) for name in PLANES}
+        return {name: variable for name, variable in found.items() if variable is not None}
 
     def __call__(
         self,
@@ -209,6 +288,8 @@ class MoE(nnx.Module):
         given = jax.dtypes.canonicalize_dtype(x.dtype)  # NumPy's f64 is f32 in jax
         dtype = given if self.dtype is None else jnp.dtype(self.dtype)
         self._check_call(x, dtype, domain, weights_version)
+        if self.weight_format is not None:
+            format_of(self.weight_format, dtype.name).check_dtype(dtype.name)
         in_stack, layer = self._layer_of_call(layer)
         version = as_i32("weights_version", 0 if weights_version is None else weights_version)
         y, plan, topk_ids, logits = _run(
@@ -268,32 +349,50 @@ class MoE(nnx.Module):
             value = variable[...]
             return value if value.ndim == num_dims else value[in_stack]
 
+        def optional(variable, num_dims):
+            return None if variable is None else of_layer(variable, num_dims)
+
         shared = None
         if self.has_shared:
-            names = (self.shared_gate, self.shared_up, self.shared_down)
-            shared = tuple(of_layer(p, 2).astype(dtype) for p in names)
-        bias = None if self.routed_bias is None else of_layer(self.routed_bias, 1)
-        planes = [p[...] for p in (self.gate, self.up, self.down)]
+            matrices = (self.shared_gate, self.shared_up, self.shared_down)
+            shared = tuple(of_layer(p, 2).astype(dtype) for p in matrices)
+        planes = {name: variable[...] for name, variable in self.expert_variables().items()}
         if in_stack is not None and self._first_layer() > 0:
             # A call has one layer operand, for the stack and for the Domain: here they differ.
-            planes = [p[in_stack] for p in planes]
-        if self.weight_dtype is None:
-            planes = [p.astype(dtype) for p in planes]
-        experts = ExpertWeights(*planes)
-        scale = jnp.float32(1) * self.routed_scaling_factor
-        return (of_layer(self.router, 2), bias, shared, scale), experts
+            planes = {name: plane[in_stack] for name, plane in planes.items()}
+        layout = {plane.name: plane for plane in self.layout(dtype.name).planes}
+        experts = {name: p.astype(layout[name].array_dtype) for name, p in planes.items()}
+        replicated = _Replicated(
+            of_layer(self.router, 2),
+            optional(self.router_bias, 1),
+            optional(self.routed_bias, 1),
+            shared,
+            optional(self.shared_expert_gate, 2),
+            jnp.float32(1) * self.routed_scaling_factor,
+        )
+        return replicated, ExpertWeights(**experts)
 
     def _sow(self, plan, topk_ids, logits, dtype):
         """Records telemetry for `nnx.capture`; outside of it a module must not change."""
         if not hasattr(self, "__captures__"):
             return
-        weight_format = format_of(None, jnp.dtype(dtype).name, self.weight_dtype)
-        bundle = bundle_layout(weight_format, self.hidden_size, self.intermediate_size)
-        values = plan_telemetry(plan, bundle.num_bytes) | {"plan": plan, "topk_ids": topk_ids}
+        values = plan_telemetry(plan, self.layout(dtype.name).num_bytes)
+        values |= {"plan": plan, "topk_ids": topk_ids}
         if logits is not None:
             values["router_logits"] = logits
         for name, value in values.items():
             self.sow(nnx.Intermediate, name, value)
+
+
+class _Replicated(NamedTuple):
+    """Weights that all devices have alike."""
+
+    router: jax.Array
+    router_bias: jax.Array | None
+    routed_bias: jax.Array | None
+    shared: tuple[jax.Array, ...] | None
+    shared_expert_gate: jax.Array | None
+    scale: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,15 +410,17 @@ class _Settings:
     top_k_groups: int | None
     norm_topk_prob: bool
     shared_expert_sms: int | None
+    weight_format: str | None
+    activation: Activation
     reference_scheme: str
-    weight_dtype: str | None
     forced_routing: str | None
     with_logits: bool
 
     @classmethod
     def of(cls, module: MoE, forced_routing: str | None, with_logits: bool) -> _Settings:
-        names = {field.name for field in dataclasses.fields(cls)}
-        values = {name: getattr(module, name) for name in names - {"forced_routing", "with_logits"}}
+        fields = {field.name for field in dataclasses.fields(cls)}
+        of_module = fields - {"forced_routing", "with_logits"}
+        values = {name: getattr(module, name) for name in of_module}
         return cls(**values, forced_routing=forced_routing, with_logits=with_logits)
 
 
@@ -333,7 +434,8 @@ def _run(settings: _Settings, x, replicated, experts, domain, layer, version):
         y, *rest = on_device(x.reshape(-1, x.shape[-1]), *operands)
         return y.reshape(x.shape), *rest
     sharded = P(settings.axis)
-    is_stacked = experts.gate.ndim > fits.gate_dims(settings.weight_dtype)
+    plane = format_of(settings.weight_format, x.dtype.name).plane("gate", 1, x.shape[-1])
+    is_stacked = experts.gate.ndim > plane.num_dims
     of_experts = P(None, settings.axis) if is_stacked else sharded
     rest_specs = (Plan.specs(settings.axis), sharded, sharded if settings.with_logits else None)
 
@@ -354,19 +456,18 @@ def _run(settings: _Settings, x, replicated, experts, domain, layer, version):
 
 def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer, version):
     """The layer on the tokens and experts of one device."""
-    router, bias, shared, scale = replicated
     options = {
         "layer": layer,
         "balance": settings.balance,
         "axis_name": None if settings.mesh is None else settings.axis,
     }
-    if shared is not None:
-        sms = settings.shared_expert_sms
-        options["shared_expert"] = lambda t: shared_expert(t, *shared, sms=sms)
-    ids, weights, logits = _route(settings, tokens, router, bias, scale)
+    if replicated.shared is not None:
+        options["shared_expert"] = functools.partial(_shared_expert, settings, replicated)
+    ids, weights, logits = _route(settings, tokens, replicated)
+    options["weight_format"] = format_of(settings.weight_format, tokens.dtype.name).name
+    options["activation"] = settings.activation
     if settings.method == "reference":
         options["scheme"] = settings.reference_scheme
-        options["weight_format"] = format_of(None, tokens.dtype, settings.weight_dtype).name
         y, plan = reference_layer(tokens, ids, weights, experts, domain, **options)
     else:
         options["weights_version"] = version
@@ -374,10 +475,25 @@ def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer, 
     return y, plan, ids, logits if settings.with_logits else None
 
 
-def _route(settings: _Settings, tokens, router, bias, scale):
+def _shared_expert(settings: _Settings, replicated: _Replicated, tokens):
+    """The shared experts' output; their gate is computed in f32."""
+    assert replicated.shared is not None  # or it is not called
+    y = shared_expert(
+        tokens,
+        *replicated.shared,
+        sms=settings.shared_expert_sms,
+        activation=settings.activation,
+    )
+    if replicated.shared_expert_gate is None:
+        return y
+    gate = jax.nn.sigmoid(router_logits(tokens, replicated.shared_expert_gate))
+    return (gate * y.astype(jnp.float32)).astype(y.dtype)
+
+
+def _route(settings: _Settings, tokens, replicated: _Replicated):
     """`topk_ids`, `topk_weights` and `router_logits` of one device's tokens."""
     if settings.forced_routing is None or settings.with_logits:
-        logits = router_logits(tokens, router)
+        logits = router_logits(tokens, replicated.router, replicated.router_bias)
     if settings.forced_routing is None:
         ids, weights = route(
             logits,
@@ -385,8 +501,8 @@ def _route(settings: _Settings, tokens, router, bias, scale):
             score_function=settings.score_function,
             num_groups=settings.num_groups,
             top_k_groups=settings.top_k_groups,
-            routed_bias=bias,
-            routed_scaling_factor=scale,
+            routed_bias=replicated.routed_bias,
+            routed_scaling_factor=replicated.scale,
             norm_topk_prob=settings.norm_topk_prob,
         )
         return ids, weights, logits
@@ -396,7 +512,7 @@ def _route(settings: _Settings, tokens, router, bias, scale):
         device * tokens.shape[0],
         settings.top_k,
         settings.num_experts,
-        scale,
+        replicated.scale,
     )
     return ids, weights, logits if settings.with_logits else None
 
@@ -422,8 +538,9 @@ def _check_method(method, mesh, axis, num_experts, is_ambient):
     return method
 
 
-def _shared_size(num_shared, shared_intermediate, intermediate, sms):
+def _shared_size(num_shared, shared_intermediate, intermediate, sms, has_gate):
     """`I` of all shared experts, 0 without any."""
+    check_flag("shared_expert_gate", has_gate)
     check_integer("num_shared_experts", num_shared, least=0)
     check_sms("shared_expert_sms", sms)
     if shared_intermediate is not None:
@@ -432,6 +549,7 @@ def _shared_size(num_shared, shared_intermediate, intermediate, sms):
         for name, value in (
             ("shared_intermediate_size", shared_intermediate),
             ("shared_expert_sms", sms),
+            ("shared_expert_gate", has_gate or None),
         ):
             if value is not None:
                 raise ValueError(
@@ -456,19 +574,27 @@ def _check_float(name, dtype):
         raise TypeError(f"{name}={dtype!r} is not a floating-point dtype")
 
 
-def _check_scheme(scheme, mesh, weight_dtype):
+def _check_scheme(scheme, mesh, expert_format):
     if scheme not in SCHEMES:
         raise ValueError(f"reference_scheme={scheme!r} is not one of {SCHEMES}")
     if scheme == "dense" and mesh is not None:
         raise ValueError(
             'reference_scheme="dense" runs without a mesh only; use "blocked" on a mesh'
         )
-    if scheme == "dense" and weight_dtype is not None:
-        raise ValueError('reference_scheme="dense" takes no FP8 weights; use "blocked"')
+    if scheme == "dense" and not expert_format.has_gradient:
+        raise ValueError(
+            f'reference_scheme="dense" takes no weights of {expert_format.name}; use "blocked"'
+        )
 
 
-def _check_weight_dtype(weight_dtype, hidden_size, intermediate_size):
-    if weight_dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"weight_dtype={weight_dtype!r} is not one of {WEIGHT_DTYPES}")
-    if weight_dtype is not None:
-        fp8.check_sizes(hidden_size, intermediate_size, "hidden_size", "intermediate_size")
+def _check_format(weight_format, weight_dtype, dtype) -> str | None:
+    """The format's name, None for elements of the computation's dtype."""
+    weight_dtype = dtype_name(weight_dtype)
+    if weight_format is None and weight_dtype is None:
+        return None
+    if weight_format is not None and weight_format not in FORMATS:
+        raise ValueError(f"weight_format={weight_format!r} is not one of {', '.join(FORMATS)}")
+    found = format_of(weight_format, "float32", weight_dtype)
+    if dtype is not None:
+        found.check_dtype(jnp.dtype(dtype).name)
+    return found.name

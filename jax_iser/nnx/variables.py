@@ -10,6 +10,10 @@ class ExpertPlane(nnx.Param):
     """A plane of expert weights `[num_experts, rows, columns]`; trained like any `nnx.Param`."""
 
 
+class ExpertBias(ExpertPlane):
+    """Biases of all experts, `[num_experts, size] f32`; trained like any `nnx.Param`."""
+
+
 class Fp8Plane(nnx.Variable):
     """A plane of expert weights `[num_experts, bytes] u8` of `quantize_fp8`: not trained."""
 

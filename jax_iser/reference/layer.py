@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_iser.domain.config import DTYPES
 from jax_iser.experts.activation import Activation
 from jax_iser.experts.formats import format_of
 from jax_iser.experts.weights import ExpertWeights
@@ -124,8 +125,11 @@ def moe_layer(
     ranks_here = 1
     if domain is not None:
         config = domain.config
-        check_experts_of(config, weight_format, activation)
-        weight_format, activation = config.weight_format, config.activation
+        # Weights of elements have x's dtype, whatever that of the Domain's tokens is.
+        named = None if config.weight_format in DTYPES else config.weight_format
+        expected = format_of(named, x.dtype).name
+        check_experts_of(config, None if weight_format == expected else weight_format, activation)
+        weight_format, activation = expected, config.activation
         ranks_here = config.ranks_per_device
         knobs = {
             "num_helper_slots": config.num_helper_slots,

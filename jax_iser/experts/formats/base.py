@@ -44,6 +44,9 @@ class WeightFormat(Protocol):
     def values(self, plane, rows: int, columns: int):
         """The numbers that planes `[..., *array_shape]` stand for, `[..., rows, columns]`."""
 
+    def pack(self, values):
+        """The array that users hold of values `[..., rows, columns]` in bf16 or f32."""
+
     def expert_mlp(self, rows, planes, biases, activation, is_route):
         """`[n, rows, D]` through one expert each; planes `[n, *array_shape]`, biases `[n, size]`.
 
@@ -86,6 +89,9 @@ class ElementFormat:
 
     def values(self, plane, rows, columns):
         return plane
+
+    def pack(self, values):
+        return values
 
     def expert_mlp(self, rows, planes, biases, activation, is_route):
         gate, up, down = planes

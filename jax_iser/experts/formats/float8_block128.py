@@ -189,6 +189,9 @@ class Float8Block128:
     def values(self, plane, rows, columns):
         return dequantize_fp8(plane, rows, columns)
 
+    def pack(self, values):
+        return quantize_plane(values)
+
     def expert_mlp(self, rows, planes, biases, activation, is_route):
         """Rows are quantised for each 128 columns. For each 128 of K, in order, the f32 sum of the
         e4m3 products is scaled by both scales and added in f32. `h` stays f32 until it is
