@@ -174,6 +174,15 @@ def test_resident_marks_only_whole_groups_in_place():
     assert check_against_twin(counts, resident=table).broadcasts[0, 5] == twin.OWNER_DIRECT
 
 
+def test_a_group_that_an_outsider_exports_to_is_not_pure():
+    """By hand: rank 0 exports twice to its own group, and rank 4 into it between the two."""
+    counts = np.zeros((8, 16), np.int32)
+    counts[:, 0], counts[:, 1], counts[:, 8] = 60, 50, 100
+    counts[:, [10, 12, 14]] = 50
+    plan = check_against_twin(counts, copy_rule="per_slot")
+    assert plan.broadcasts[:3, 5].tolist() == [twin.OWNER_DIRECT, twin.SAMI, twin.SAMI]
+
+
 def rewritten(ids, counts, num_slots, min_group_size):
     """Histograms and `route_slot`s of all ranks, `[P, E]` and `[P, tokens, K]`."""
     knobs = {"num_helper_slots": num_slots, "min_group_size": min_group_size}
