@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from jax_iser.experts.formats.float8_block128 import dequantize_fp8 as dequantize_fp8
     from jax_iser.experts.formats.float8_block128 import quantize_fp8 as quantize_fp8
     from jax_iser.experts.weights import ExpertWeights as ExpertWeights
-    from jax_iser.fused_moe import fused_moe as fused_moe
     from jax_iser.layer import moe_layer as moe_layer
+    from jax_iser.methods.fused.fused_moe import fused_moe as fused_moe
     from jax_iser.methods.fused.plan import plan as plan
+    from jax_iser.methods.fused.start import start as start
     from jax_iser.plan import Plan as Plan
     from jax_iser.plan import plan_counts as plan_counts
-    from jax_iser.replication import start as start
     from jax_iser.shared_expert import shared_expert as shared_expert
 
 __version__ = "0.1.0"
@@ -40,13 +40,13 @@ PUBLIC = {
     "IserError": "jax_iser.errors",
     "Plan": "jax_iser.plan",
     "dequantize_fp8": "jax_iser.experts.formats.float8_block128",
-    "fused_moe": "jax_iser.fused_moe",
+    "fused_moe": "jax_iser.methods.fused.fused_moe",
     "moe_layer": "jax_iser.layer",
     "plan": "jax_iser.methods.fused.plan",
     "plan_counts": "jax_iser.plan",
     "quantize_fp8": "jax_iser.experts.formats.float8_block128",
     "shared_expert": "jax_iser.shared_expert",
-    "start": "jax_iser.replication",
+    "start": "jax_iser.methods.fused.start",
 }
 __all__ = [*PUBLIC]
 

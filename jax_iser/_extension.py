@@ -26,7 +26,7 @@ class _Missing:
         raise MissingExtensionError(
             f"jax_iser's extension could not be loaded ({self._error}). In a source tree it has to "
             "be built: install the package and start Python in another folder, or see "
-            'docs/building.md for an in-place build. Without it use method="reference"'
+            'docs/building.md for an in-place build. Without it use method="portable"'
         ) from self._error
 
 

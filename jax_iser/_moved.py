@@ -12,8 +12,18 @@ import warnings
 # Old module -> the modules that have its names now.
 MOVED = {
     "jax_iser.config": ("jax_iser.domain.config",),
+    "jax_iser.fp8": ("jax_iser.experts.formats.float8_block128",),
+    "jax_iser.fused_moe": ("jax_iser.methods.fused.fused_moe",),
     "jax_iser.groups": ("jax_iser.plan.groups",),
     "jax_iser.planner": ("jax_iser.plan", "jax_iser.methods.fused.plan", "jax_iser.limits"),
+    "jax_iser.reference.fp8": ("jax_iser.reference.formats",),
+    "jax_iser.reference.layer": ("jax_iser.methods.portable.layer",),
+    "jax_iser.replication": (
+        "jax_iser.methods.fused.start",
+        "jax_iser.methods.fused.checks",
+        "jax_iser.methods.base",
+        "jax_iser.experts.weights",
+    ),
 }
 
 
@@ -43,6 +53,22 @@ class _OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__doc__ = homes[0].__doc__
         module.__dict__["__getattr__"] = find
         module.__dict__["__dir__"] = lambda: sorted({name for home in homes for name in dir(home)})
+
+
+def old_names(module: str, names: dict[str, str]):
+    """A module's `__getattr__` for names that have moved: name -> the module that has it now."""
+
+    def find(name: str):
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{module}.{name} has moved: import it from {names[name]}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(names[name]), name)
+
+    return find
 
 
 def install() -> None:

@@ -128,7 +128,7 @@ def measure(
 
     Args:
       model: a `jax_iser.models.MoELM` on a mesh.
-      domain: a `Domain` that fits it, or for `method="reference"` a bare `DomainHandle`.
+      domain: a `Domain` that fits it, or for `method="portable"` a bare `DomainHandle`.
       inputs, targets: `[chunks, sequences, length]` i32; a chunk's sequences come rank by rank,
         as many for each.
       arms: names out of `ARMS`.
@@ -321,7 +321,7 @@ def imbalance(load: np.ndarray) -> np.ndarray:
 
 
 def reference_handle(mesh, axis: str, config) -> DomainHandle:
-    """A handle that carries sizes and knobs to `method="reference"`, with no Domain behind it."""
+    """A handle that carries sizes and knobs to `method="portable"`, with no Domain behind it."""
     shape = (mesh.shape[axis], 4)
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     words = jax.make_array_from_callback(

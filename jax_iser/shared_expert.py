@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_iser import _extension, _ffi
+from jax_iser import _extension
 from jax_iser.domain.config import check_integer
 from jax_iser.experts.activation import SILU, Activation
+from jax_iser.methods.fused import ffi
 
 
 def gated_mlp(x, gate, up, down, activation=SILU):
@@ -82,13 +83,13 @@ def _call(sms, activation, x, gate, up, down):
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),
     )
-    op = jax.ffi.ffi_call(_ffi.SHARED_EXPERT, results)
+    op = jax.ffi.ffi_call(ffi.SHARED_EXPERT, results)
     parameters = {
         name: np.float32(getattr(activation, name) or 0) for name in ("limit", "alpha", "offset")
     }
     attributes = {"num_sms": np.int64(sms), "kind": np.int32(activation.index)} | parameters
     y = op(x, gate, up, down, **attributes)[0]
-    return _ffi.varying_like(x, (y,))[0]
+    return ffi.varying_like(x, (y,))[0]
 
 
 def _check(x, gate, up, down, sms):

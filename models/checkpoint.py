@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jax_iser import fp8
+from jax_iser.experts.formats import float8_block128 as fp8
 from jax_iser.nnx import Fp8Plane, RoutedBias
 
 from .config import ModelConfig

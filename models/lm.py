@@ -125,7 +125,7 @@ class MoELM(nnx.Module):
       weight_dtype: of the routed experts: None, for param_dtype, or float8_e4m3fn.
       mesh, axis: with a mesh, sequences are sharded over `axis` (attention is data parallel) and
         experts are spread over it. Its axes must be of type Auto.
-      balance, method, reference_scheme: see `jax_iser.nnx.MoE`.
+      balance, method: see `jax_iser.nnx.MoE`.
       attention: `implementation` of `jax.nn.dot_product_attention`.
       rngs: `nnx.Rngs` with a `params` stream.
     """
@@ -141,7 +141,6 @@ class MoELM(nnx.Module):
         axis: str = "ep",
         balance: str = "haloq",
         method: str | None = None,
-        reference_scheme: str = "blocked",
         attention: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -166,7 +165,6 @@ class MoELM(nnx.Module):
                 axis=axis,
                 balance=balance,
                 method=method,
-                reference_scheme=reference_scheme,
                 rngs=rngs,
             )
             for layer in range(config.num_layers)

@@ -163,6 +163,11 @@ def evaluate_all(model, streams, args) -> dict:
     return results
 
 
+def _method_of_scheme(scheme: str) -> str:
+    """What `--method` is called now."""
+    return {"blocked": "portable"}.get(scheme, scheme)
+
+
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(prog="train", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="directory of the model to write")
@@ -180,7 +185,8 @@ def parse_arguments(argv):
     parser.add_argument("--balance-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--scheme", default="dense", help="of the reference MoE")
+    parser.add_argument("--method", default="dense", help="of the MoE: dense or portable")
+    parser.add_argument("--scheme", dest="method", type=_method_of_scheme, help=argparse.SUPPRESS)
     parser.add_argument("--attention", default=None, help="cudnn on a GPU")
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--max-seconds", type=float, default=None, help="ends the schedule sooner")
@@ -199,13 +205,13 @@ def train(args) -> MoELM:
     )
     corpus, dev, about = read_corpus(args.jsonl, args.sources, args.seq_len)
     options = {"dtype": args.dtype, "attention": args.attention}
-    model = MoELM(config, reference_scheme=args.scheme, **options, rngs=nnx.Rngs(args.seed))
+    model = MoELM(config, method=args.method, **options, rngs=nnx.Rngs(args.seed))
     graphdef, params, biases = nnx.split(model, nnx.Param, RoutedBias)
     optimizer = make_optimizer(args)
     carry = (params, biases, optimizer.init(params), jnp.int32(0))
     train_steps = make_train_steps(graphdef, optimizer, corpus, args)
     hyper = ["steps", "batch", "seq_len", "learning_rate", "warmup", "weight_decay"]
-    hyper += ["balance_rate", "seed", "dtype", "scheme"]
+    hyper += ["balance_rate", "seed", "dtype", "method"]
     size = sum(p.size for p in jax.tree.leaves(params))
     with open(out / "training_log.jsonl", "w") as log:
 

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_iser
-from jax_iser import fp8
 from jax_iser.experts.activation import Activation
 from jax_iser.experts.bundle import bundle_layout
+from jax_iser.experts.formats import float8_block128 as fp8
 from jax_iser.experts.formats import format_of
 from jax_iser.plan.groups import group_levels
 from jax_iser.reference.fused_moe import fused_moe_numpy

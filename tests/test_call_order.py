@@ -31,8 +31,8 @@ from layers import (
 
 import jax_iser
 import jax_iser.nnx
-from jax_iser.fused_moe import fused_moe
-from jax_iser.replication import start
+from jax_iser.methods.fused.fused_moe import fused_moe
+from jax_iser.methods.fused.start import start
 
 TICKET = 0  # the operand of fused_moe that start made
 

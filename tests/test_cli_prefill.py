@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jax_iser import fp8
 from jax_iser import prefill as engine
 from jax_iser.cli import _devices, main, prefill
 from jax_iser.cli._output import UsageError
+from jax_iser.experts.formats import float8_block128 as fp8
 from jax_iser.models import ModelConfig, MoELM, bits_per_byte, from_pretrained, save
 from jax_iser.reference.planner import plan_counts
 

@@ -31,7 +31,7 @@ from jax_iser.domain.options import shape_of
 from jax_iser.experts.activation import KINDS
 from jax_iser.experts.bundle import PLANES, bundle_layout
 from jax_iser.experts.formats import FORMATS, TOKEN_FORMATS, format_of
-from jax_iser.reference.fused_moe import fused_moe
+from jax_iser.methods.portable.fused_moe import fused_moe
 
 ACTIVATIONS = [Activation("silu"), Activation("gelu_tanh"), Activation("clamped_swiglu", limit=0.5)]
 named = functools.partial(pytest.mark.parametrize, ids=lambda a: getattr(a, "kind", str(a)))

@@ -40,8 +40,8 @@ import jax_iser.nnx
 from jax_iser.domain import describe
 from jax_iser.domain.config import DomainConfig
 from jax_iser.experts.formats import float8_block128 as fp8
+from jax_iser.methods.portable.fused_moe import fused_moe
 from jax_iser.reference import formats as twin
-from jax_iser.reference.fused_moe import fused_moe
 from jax_iser.replay.workloads import WORKLOADS
 
 DTYPES = ("float32", "bfloat16")
@@ -498,7 +498,7 @@ def test_module_loads_quantised():
 def test_modules_that_cannot_be_built():
     with pytest.raises(ValueError, match="weight_dtype='int8' is not one of"):
         make_moe(weight_dtype="int8")
-    with pytest.raises(ValueError, match='reference_scheme="dense" takes no FP8 weights'):
-        make_moe(reference_scheme="dense", **FP8)
+    with pytest.raises(ValueError, match='method="dense" takes no'):
+        make_moe(method="dense", **FP8)
     with pytest.raises(ValueError, match="hidden_size=100 is not a multiple of 64"):
         jax_iser.nnx.MoE(100, 256, num_experts=8, top_k=2, rngs=nnx.Rngs(0), **FP8)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import jax_iser.models as models
-from jax_iser import fp8
+from jax_iser.experts.formats import float8_block128 as fp8
 from jax_iser.models import data, evaluate, train
 from jax_iser.models.generate import stream
 from jax_iser.nnx import Fp8Plane, MoE, RoutedBias, load_hf, plan_telemetry

@@ -18,7 +18,7 @@ from layers import assert_same_bits
 
 import jax_iser
 import jax_iser.nnx
-from jax_iser import fp8
+from jax_iser.experts.formats import float8_block128 as fp8
 from jax_iser.nnx import MoE, attach
 from jax_iser.nnx import moe as moe_module
 

@@ -11,10 +11,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jax_iser.methods.portable.fused_moe import SCHEMES, fused_moe
+from jax_iser.methods.portable.layer import moe_layer
 from jax_iser.plan import plan_counts
 from jax_iser.reference import planner
-from jax_iser.reference.fused_moe import SCHEMES, fused_moe, fused_moe_numpy
-from jax_iser.reference.layer import moe_layer
+from jax_iser.reference.fused_moe import fused_moe_numpy
 
 # h and each expert's output are rounded to bf16 once each; a route's product then differs by an
 # ulp where the f32 sums before the rounding do. In f32 only the order of sums differs.

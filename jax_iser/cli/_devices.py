@@ -43,18 +43,20 @@ def count_gpus(platform: str, method: str) -> int:
 
     Args:
       platform: "auto", "cpu" or "gpu". "auto" takes CPUs wherever GPUs cannot be used.
-      method: "fused", which needs kernels and cuda-python, or "reference".
+      method: of the layer; one that needs a Domain needs kernels and cuda-python too.
 
     Raises:
       UsageError: "gpu" where GPUs cannot be used.
     """
     if platform == "cpu":
         return 0
+    from jax_iser.methods import find_method
+
     asked = os.environ.get("JAX_PLATFORMS", "")
     try:
         if asked and not {"cuda", "gpu"} & set(asked.split(",")):
             raise RuntimeError(f"JAX_PLATFORMS={asked} leaves GPUs out")
-        if platform == "auto" or method == "fused":
+        if platform == "auto" or find_method(method).needs_domain:
             _require_kernels()
         return _start_gpus()
     except Exception as error:  # jax and the driver raise several kinds

@@ -6,6 +6,13 @@ import argparse
 
 from jax_iser.cli import _model
 from jax_iser.cli._output import UsageError, add_json_argument, check_writable, number
+from jax_iser.methods import ALIASES, METHODS
+
+
+def method_choices() -> list[str]:
+    """Methods that run on several ranks, and their aliases."""
+    names = [name for name, method in METHODS.items() if method.spans_ranks]
+    return names + [alias for alias, name in ALIASES.items() if name in names]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--method",
-        choices=("fused", "reference"),
+        choices=method_choices(),
         default="fused",
-        help="reference: plain JAX, without copies and without times of layers (default fused)",
+        help="portable: plain JAX, without copies and without times of layers (default fused)",
     )
     add(
         "--weight-dtype",

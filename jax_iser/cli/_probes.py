@@ -179,7 +179,7 @@ def run_reference() -> str:
 
     from jax_iser.nnx import MoE
 
-    moe = MoE(32, 32, num_experts=8, top_k=2, method="reference", rngs=nnx.Rngs(0))
+    moe = MoE(32, 32, num_experts=8, top_k=2, method="portable", rngs=nnx.Rngs(0))
     if not bool(jnp.isfinite(moe(jnp.ones((16, 32)))).all()):
         raise RuntimeError("the layer's output is not finite")
     return f"a small layer ran on {jax.default_backend()}"

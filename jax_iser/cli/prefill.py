@@ -17,6 +17,7 @@ from jax_iser.cli._output import (
     write_json,
 )
 from jax_iser.cli._prefill_options import add_arguments, check
+from jax_iser.methods import find_method
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -64,7 +65,7 @@ def _choose_devices(args) -> None:
 
 def _choose_dtypes(args, path, config) -> None:
     """Settles `--weight-dtype` where it was left open, and the dtype that the model runs in."""
-    from jax_iser import fp8
+    from jax_iser.experts.formats import float8_block128 as fp8
 
     if args.weight_dtype is not None:
         try:
@@ -132,7 +133,7 @@ def _introduce(console, args, path, domain_config, inputs, text) -> None:
 
     console.print(f"model: {path}\ntext: {inputs.size:,} bytes in {len(inputs)} chunks: {text}")
     ranks = f"{args.ep} ranks on {args.ep // args.ranks_per_device} {_KINDS[args.platform]}"
-    if args.method == "fused":
+    if find_method(args.method).needs_domain:
         size = describe(domain_config, args.num_processes or 1)["bytes_total"]
         ranks += f", {size / 2**20:.1f} MiB of symmetric memory"
     weights = "" if args.weight_dtype is None else f", experts in {args.weight_dtype}"
@@ -146,7 +147,7 @@ def _measure(args, model, mesh, config, inputs, targets, console, is_first):
     from jax_iser.models.data import SEPARATOR
     from jax_iser.prefill import measure, reference_handle
 
-    if args.method == "reference":
+    if not find_method(args.method).needs_domain:
         context = contextlib.nullcontext(reference_handle(mesh, "ep", config))
     else:
         context = _open_domain(Domain, mesh, config)

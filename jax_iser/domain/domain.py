@@ -404,7 +404,7 @@ def _platform_of(mesh) -> str:
     if not platforms <= set(_PLATFORMS) or len(platforms) > 1:
         raise ValueError(
             f"the mesh has devices of platform {', '.join(sorted(platforms))}; a Domain takes CPUs "
-            'or GPUs, use method="reference" elsewhere'
+            'or GPUs, use method="portable" elsewhere'
         )
     return _PLATFORMS[platforms.pop()]
 

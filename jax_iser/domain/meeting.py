@@ -169,7 +169,7 @@ class Meeting:
                 raise ValueError(
                     f"process {process} is on another host than process {me}; a Domain spans the "
                     "processes of one host: make one Domain per host, or use "
-                    'method="reference"'
+                    'method="portable"'
                 )
             if other["config"] != card["config"]:
                 raise ValueError(

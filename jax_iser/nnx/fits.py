@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_iser.domain.config import DTYPES, DomainConfig
+from jax_iser.methods import find_method
 
 # What a module and its Domain have alike.
 _FIELDS = dict.fromkeys(
@@ -24,7 +25,7 @@ def check_module(module, handle, name):
                 f"the Domain was made for {field}={getattr(config, field)}, {name} has "
                 f"{getattr(module, field)}; make a Domain {remedy}"
             )
-    if module.dtype is not None and module.method == "fused":
+    if module.dtype is not None and find_method(module.method).needs_domain:
         check_dtype(module, jnp.dtype(module.dtype), config, name)
     check_devices(module, handle, name)
 

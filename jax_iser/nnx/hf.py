@@ -16,8 +16,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jax_iser import fp8
 from jax_iser.experts.bundle import PLANES
+from jax_iser.experts.formats import float8_block128 as fp8
 from jax_iser.experts.formats import format_of
 from jax_iser.nnx import fits
 from jax_iser.nnx.layouts import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -17,17 +18,18 @@ from jax_iser.experts.bundle import PLANES, BundleLayout, bundle_layout
 from jax_iser.experts.formats import FORMATS, format_of
 from jax_iser.experts.weights import ExpertWeights
 from jax_iser.layer import moe_layer
+from jax_iser.methods import METHODS as METHODS
+from jax_iser.methods import find_method, method_name
+from jax_iser.methods.base import check_balance
+from jax_iser.methods.fused.checks import as_i32, check_handle
+from jax_iser.methods.portable.fused_moe import SCHEMES
 from jax_iser.nnx import fits, meshes, names
 from jax_iser.nnx.telemetry import balanced_routing, plan_telemetry
 from jax_iser.nnx.variables import ExpertBias, ExpertPlane, Fp8Plane, RoutedBias
 from jax_iser.plan.types import Plan
-from jax_iser.reference.fused_moe import SCHEMES
-from jax_iser.reference.layer import moe_layer as reference_layer
-from jax_iser.replication import as_i32, check_balance, check_handle
 from jax_iser.router import check_router_arguments, route, router_logits
 from jax_iser.shared_expert import check_sms, shared_expert
 
-METHODS = ("fused", "reference")
 FORCED_ROUTINGS = ("balanced",)
 
 
@@ -56,13 +58,14 @@ class MoE(nnx.Module):
         made or loaded; gradients do not touch them. `weight_dtype="float8_e4m3fn"` is its alias.
       mesh, axis: experts are spread over `axis` of `mesh`, and the input's tokens with them; its
         axes may be Auto or Explicit. `mesh=None` takes the mesh of `jax.set_mesh`. Without that
-        the module is one rank, with no `shard_map` and `method="reference"`.
+        the module is one rank, with no `shard_map` and `method="portable"`.
       balance: `"haloq"`, or `"none"`: every route runs at its expert's home (use it to train).
-      method: `"fused"` (needs a Domain) or `"reference"` (plain JAX, differentiable). Default:
-        `"fused"` with a mesh, else `"reference"`.
+      method: `"fused"` (needs a Domain), `"portable"` (plain JAX, differentiable; `"reference"` is
+        an alias), or `"dense"` (the same, but every expert runs on every token: for small models,
+        without a mesh). Default: `"fused"` with a mesh, else `"portable"`.
       layer: this layer's number in the Domain, from 0. None: `attach` numbers the layers of a
         model. Layers take turns with the Domain's helper banks.
-      reference_scheme: `scheme` of `jax_iser.reference.fused_moe.fused_moe`.
+      reference_scheme: deprecated; `"dense"` means `method="dense"`.
       rngs: `nnx.Rngs` with a `params` stream.
       aliases: field names of Hugging Face's configs beside those above: `num_experts_per_tok`,
         `moe_intermediate_size`, `num_local_experts`, `n_routed_experts`, `n_group`, `topk_group`,
@@ -119,7 +122,7 @@ class MoE(nnx.Module):
         balance: str = "haloq",
         method: str | None = None,
         layer: int | None = None,
-        reference_scheme: str = "blocked",
+        reference_scheme: str | None = None,
         rngs: nnx.Rngs,
         **aliases,
     ):
@@ -172,6 +175,7 @@ class MoE(nnx.Module):
             layer = check_integer("layer", layer, least=0)
         is_ambient = mesh is None
         mesh = meshes.ambient_mesh() if is_ambient else mesh
+        method = _method_of_scheme(method, reference_scheme)
         self.method = _check_method(method, mesh, axis, num_experts, is_ambient)
         _check_float("dtype", dtype)
         _check_float("param_dtype", param_dtype)
@@ -180,7 +184,10 @@ class MoE(nnx.Module):
         expert_format.check_sizes(
             hidden_size, intermediate_size, "hidden_size", "intermediate_size"
         )
-        _check_scheme(reference_scheme, mesh, expert_format)
+        if self.method == "dense" and not expert_format.has_gradient:
+            raise ValueError(
+                f'method="dense" takes no weights of {expert_format.name}; use "portable"'
+            )
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.score_function, self.norm_topk_prob = score_function, norm_topk_prob
@@ -188,7 +195,7 @@ class MoE(nnx.Module):
         self.routed_scaling_factor = routed_scaling_factor
         self.dtype, self.mesh, self.axis = dtype, mesh, axis
         self.activation, self.expert_biases = Activation.of(activation), expert_biases
-        self.balance, self.reference_scheme = balance, reference_scheme
+        self.balance = balance
         self.layer, self.attached_as = layer, None
         planes = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
         matrix = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -280,10 +287,10 @@ class MoE(nnx.Module):
             raise ValueError(f"forced_routing={forced_routing!r} is not one of {FORCED_ROUTINGS}")
         if domain is None and self.domain is not None:
             domain = fits.unstacked(self.domain.get_value())
-        if domain is None and self.method == "fused":
+        if domain is None and find_method(self.method).needs_domain:
             raise ValueError(
-                'method="fused" needs a Domain: pass domain=domain.handle, or call '
-                'jax_iser.nnx.attach(model, domain), or use method="reference"'
+                f'method="{self.method}" needs a Domain: pass domain=domain.handle, or call '
+                'jax_iser.nnx.attach(model, domain), or use method="portable"'
             )
         given = jax.dtypes.canonicalize_dtype(x.dtype)  # NumPy's f64 is f32 in jax
         dtype = given if self.dtype is None else jnp.dtype(self.dtype)
@@ -308,7 +315,7 @@ class MoE(nnx.Module):
             check_handle(domain)
             fits.check_alive(domain)
             fits.check_devices(self, domain, "this MoE")
-            if self.method == "fused":
+            if find_method(self.method).needs_domain:
                 fits.check_dtype(self, dtype, domain.config, "this MoE")
                 if domain.config.resident and weights_version is None:
                     raise ValueError(
@@ -412,7 +419,6 @@ class _Settings:
     shared_expert_sms: int | None
     weight_format: str | None
     activation: Activation
-    reference_scheme: str
     forced_routing: str | None
     with_logits: bool
 
@@ -466,12 +472,8 @@ def _on_device(settings: _Settings, tokens, replicated, experts, domain, layer, 
     ids, weights, logits = _route(settings, tokens, replicated)
     options["weight_format"] = format_of(settings.weight_format, tokens.dtype.name).name
     options["activation"] = settings.activation
-    if settings.method == "reference":
-        options["scheme"] = settings.reference_scheme
-        y, plan = reference_layer(tokens, ids, weights, experts, domain, **options)
-    else:
-        options["weights_version"] = version
-        y, plan = moe_layer(tokens, ids, weights, experts, domain, **options)
+    options |= {"method": settings.method, "weights_version": version}
+    y, plan = moe_layer(tokens, ids, weights, experts, domain, **options)
     return y, plan, ids, logits if settings.with_logits else None
 
 
@@ -519,16 +521,17 @@ def _route(settings: _Settings, tokens, replicated: _Replicated):
 
 def _check_method(method, mesh, axis, num_experts, is_ambient):
     if method is None:
-        method = "reference" if mesh is None else "fused"
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is not one of {METHODS}")
+        method = "portable" if mesh is None else "fused"
+    method = method_name(method)
     if mesh is None:
-        if method == "fused":
+        if find_method(method).needs_domain:
             raise ValueError(
-                'method="fused" needs a mesh: pass mesh=, or make the MoE under jax.set_mesh, or '
-                'use method="reference"'
+                f'method="{method}" needs a mesh: pass mesh=, or make the MoE under jax.set_mesh, '
+                'or use method="portable"'
             )
         return method
+    if not find_method(method).spans_ranks:
+        raise ValueError(f'method="{method}" runs without a mesh only; use "portable" on a mesh')
     meshes.check_mesh(mesh, axis, is_ambient)
     if num_experts % mesh.shape[axis]:
         raise ValueError(
@@ -574,17 +577,15 @@ def _check_float(name, dtype):
         raise TypeError(f"{name}={dtype!r} is not a floating-point dtype")
 
 
-def _check_scheme(scheme, mesh, expert_format):
+def _method_of_scheme(method, scheme):
+    """The method that `reference_scheme` used to choose beside `method`."""
+    if scheme is None:
+        return method
     if scheme not in SCHEMES:
         raise ValueError(f"reference_scheme={scheme!r} is not one of {SCHEMES}")
-    if scheme == "dense" and mesh is not None:
-        raise ValueError(
-            'reference_scheme="dense" runs without a mesh only; use "blocked" on a mesh'
-        )
-    if scheme == "dense" and not expert_format.has_gradient:
-        raise ValueError(
-            f'reference_scheme="dense" takes no weights of {expert_format.name}; use "blocked"'
-        )
+    remedy = 'use method="dense"' if scheme == "dense" else "leave it out"
+    warnings.warn(f"reference_scheme is deprecated: {remedy}", DeprecationWarning, stacklevel=3)
+    return "dense" if scheme == "dense" else method
 
 
 def _check_format(weight_format, weight_dtype, dtype) -> str | None:

@@ -36,6 +36,7 @@ from layers import (
 
 import jax_iser
 from jax_iser import IserError
+from jax_iser.methods.fused.start import Ticket
 
 pytestmark = pytest.mark.gpu
 HERE = pathlib.Path(__file__).resolve().parent
@@ -244,7 +245,7 @@ def test_a_fused_moe_without_start_is_an_error(widest):
     """
 
     def body(x, ids, topk_weights, weights, handle):
-        ticket = jax_iser.replication.Ticket(handle.words, handle.config)
+        ticket = Ticket(handle.words, handle.config)
         return jax_iser.fused_moe(x, topk_weights, weights, ticket)
 
     domain = domain_at(problem_of(), widest)

@@ -28,9 +28,9 @@ from layers import (
 )
 
 import jax_iser
-from jax_iser import fp8
+from jax_iser.experts.formats import float8_block128 as fp8
+from jax_iser.methods.portable.fused_moe import fused_moe
 from jax_iser.reference import formats as twin
-from jax_iser.reference.fused_moe import fused_moe
 from jax_iser.replay.workloads import WORKLOADS
 
 pytestmark = pytest.mark.gpu

@@ -240,7 +240,7 @@ class Devices:
                     raise CudaError(
                         f"{self.labels[device]} cannot access the memory of {self.labels[peer]}; "
                         "use one of them with ranks_per_device, GPUs that NVLink or PCIe "
-                        'peer-to-peer connects, or method="reference"',
+                        'peer-to-peer connects, or method="portable"',
                         "cuDeviceCanAccessPeer",
                     )
 

@@ -29,7 +29,7 @@ _FABRIC_BYTES = 64
 _XLA_FRACTION = 0.75  # of a GPU's memory: what XLA takes by default
 _NO_FABRIC = "fabric handles need an IMEX channel (/dev/nvidia-caps-imex-channels) on each host"
 _NO_ACCESS = (
-    'use one of them with ranks_per_device, GPUs that NVLink connects, or method="reference"'
+    'use one of them with ranks_per_device, GPUs that NVLink connects, or method="portable"'
 )
 
 
@@ -352,7 +352,7 @@ def _require(devices, ordinal, attribute):
     if not devices.driver.attribute(device, attribute):
         raise CudaError(
             f"{devices.labels[ordinal]} says CU_DEVICE_ATTRIBUTE_{attribute} is 0, so that its "
-            'memory cannot be shared; use another GPU or method="reference"',
+            'memory cannot be shared; use another GPU or method="portable"',
             "cuDeviceGetAttribute",
         )
 

@@ -27,7 +27,7 @@ _ids = itertools.count(1)  # of this process: handles are its own
 _BAD_HANDLE, _STAGING = 8, 1
 _NO_EXTENSION = (
     "the Domain is on GPUs, but this build of jax_iser has no CUDA kernels; build it with "
-    'ISER_CUDA=1 and nvcc (docs/building.md), or use method="reference"'
+    'ISER_CUDA=1 and nvcc (docs/building.md), or use method="portable"'
 )
 
 

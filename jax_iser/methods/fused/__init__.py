@@ -1,1 +1,1 @@
-"""The XLA FFI calls of a Domain."""
+"""`method="fused"`: the XLA FFI calls of a Domain."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 
-from jax_iser import _ffi
-from jax_iser.fused_moe import plan_results
+from jax_iser.methods.base import check_balance
+from jax_iser.methods.fused import ffi
+from jax_iser.methods.fused.checks import check_handle, check_tokens
+from jax_iser.methods.fused.fused_moe import plan_results
+from jax_iser.methods.fused.start import call_params
 from jax_iser.plan.types import Plan
-from jax_iser.replication import call_params, check_balance, check_handle, check_tokens
 
 
 def plan(topk_ids: jax.Array, domain, *, layer=0, weights_version=0, balance="haloq") -> Plan:
@@ -30,5 +32,5 @@ def plan(topk_ids: jax.Array, domain, *, layer=0, weights_version=0, balance="ha
     params = call_params(layer, weights_version, balance, domain.config)
     results = plan_results(domain.config, topk_ids.shape)
     operands = (domain.words, params, topk_ids)
-    route_slot, *common = _ffi.call("plan", domain.config, results, *operands)
-    return Plan(*_ffi.varying_like(topk_ids, (route_slot,)), *common)
+    route_slot, *common = ffi.call("plan", domain.config, results, *operands)
+    return Plan(*ffi.varying_like(topk_ids, (route_slot,)), *common)

@@ -1,4 +1,4 @@
-"""`moe_layer` with `method="reference"`: plain JAX, differentiable, on any platform, no Domain.
+"""`method="portable"`: plain JAX, differentiable, on any platform, no Domain.
 
 It computes at home what the fused kernels compute at home or in helper slots: with the bitwise
 contract a plan changes no output, so here the plan is made only to be shown.
@@ -14,24 +14,10 @@ from jax_iser.domain.config import DTYPES
 from jax_iser.experts.activation import Activation
 from jax_iser.experts.formats import format_of
 from jax_iser.experts.weights import ExpertWeights
+from jax_iser.methods.base import check_balance, check_experts_of
 from jax_iser.methods.portable import plan as portable
+from jax_iser.methods.portable.fused_moe import fused_moe
 from jax_iser.plan.types import Plan
-from jax_iser.reference.fused_moe import fused_moe
-
-BALANCES = ("haloq", "none")
-
-
-def check_experts_of(config, weight_format, activation) -> None:
-    """Raises ValueError where a call names another weight format or activation than the Domain."""
-    if activation is not None:
-        activation = Activation.of(activation)
-    for name, found in (("weight_format", weight_format), ("activation", activation)):
-        expected = getattr(config, name)
-        if found not in (None, expected):
-            raise ValueError(
-                f"{name}={found!r}, but the Domain was made with {name}={expected!r}; leave it "
-                "out, or make a Domain with it"
-            )
 
 
 def _alike(array, axis_name):
@@ -111,7 +97,7 @@ def moe_layer(
       num_helper_slots, min_group_size: the plan's knobs where `domain` is None.
       weight_format, activation: of the experts; None is the Domain's, and without one x's dtype and
         `"silu"`.
-      scheme: see `jax_iser.reference.fused_moe.fused_moe`.
+      scheme: see `jax_iser.methods.portable.fused_moe.fused_moe`.
 
     Returns:
       `(y [tokens, D] x.dtype, Plan)`; the plan's `generation` and `status` are 0.
@@ -119,8 +105,7 @@ def moe_layer(
     Raises:
       ValueError, TypeError: operands that do not fit, naming both values.
     """
-    if balance not in BALANCES:
-        raise ValueError(f"balance={balance!r} is not one of {BALANCES}")
+    check_balance(balance)
     knobs = {"num_helper_slots": num_helper_slots, "min_group_size": min_group_size}
     ranks_here = 1
     if domain is not None:
@@ -174,3 +159,15 @@ def moe_layer(
     if shared_expert is not None:
         y = y + shared_expert(x)
     return y, _plan(topk_ids, num_experts, ranks_here, axis_name, balance, knobs)
+
+
+class Portable:
+    """Plain JAX; `scheme` as of `fused_moe`."""
+
+    needs_domain = False
+
+    def __init__(self, scheme: str = "blocked"):
+        self.scheme, self.spans_ranks = scheme, scheme != "dense"
+
+    def __call__(self, *operands, weights_version, **options):
+        return moe_layer(*operands, **options, scheme=self.scheme)

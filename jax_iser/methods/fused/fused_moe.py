@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_iser import _ffi
 from jax_iser.experts.weights import ExpertWeights
+from jax_iser.methods.fused import ffi
+from jax_iser.methods.fused.checks import check_tokens, check_weights
+from jax_iser.methods.fused.start import Ticket, not_mapped
 from jax_iser.plan.types import Plan
-from jax_iser.replication import Ticket, check_tokens, check_weights, not_mapped
 
 NUM_PLAN_FIELDS = len(Plan._fields)
 
@@ -40,8 +41,8 @@ def _make_call(config):
             *_workspace(config, x.shape[0]),
         )
         operands = (words, x, topk_weights, after, *planes)
-        y, *plan = _ffi.call("fused_moe", config, results, *operands)[: 1 + NUM_PLAN_FIELDS]
-        y, plan[0] = _ffi.varying_like(x, (y, plan[0]))
+        y, *plan = ffi.call("fused_moe", config, results, *operands)[: 1 + NUM_PLAN_FIELDS]
+        y, plan[0] = ffi.varying_like(x, (y, plan[0]))
         return y, *plan
 
     return fused_moe
