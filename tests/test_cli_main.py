@@ -68,7 +68,7 @@ def test_a_reader_that_leaves_is_no_error_on_the_screen(tmp_path):
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    save(MoELM(TINY, method="reference", rngs=nnx.Rngs(1)), path)
+    save(MoELM(TINY, method="portable", rngs=nnx.Rngs(1)), path)
     return path
 
 

@@ -49,7 +49,7 @@ LAYER_KEYS = {
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
-    save(MoELM(TINY, method="reference", rngs=nnx.Rngs(3)), path)
+    save(MoELM(TINY, method="portable", rngs=nnx.Rngs(3)), path)
     return path
 
 
@@ -156,7 +156,7 @@ def test_bits_per_byte_are_those_of_the_model_on_one_device(run, model_dir, text
 
 def test_experts_in_fp8(text, tmp_path, capsys):
     """Quantised when they are read, and as a model stores them that has been: the same bits."""
-    save(MoELM(IN_BLOCKS, method="reference", rngs=nnx.Rngs(3)), tmp_path / "plain")
+    save(MoELM(IN_BLOCKS, method="portable", rngs=nnx.Rngs(3)), tmp_path / "plain")
     save(from_pretrained(tmp_path / "plain", weight_dtype=fp8.NAME), tmp_path / "planes")
     results = []
     for name, options in (("plain", ("--weight-dtype", fp8.NAME)), ("planes", ())):

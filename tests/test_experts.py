@@ -409,12 +409,12 @@ def test_method_reference_without_a_domain():
     problem = problem_of("float8_block128", ACTIVATIONS[2], True)
     args = (*(jnp.asarray(a) for a in problem.operands[:3]), problem.weights)
     options = {"weight_format": "float8_block128", "activation": ACTIVATIONS[2]}
-    y, _ = jax_iser.moe_layer(*args, method="reference", balance="none", **options)
+    y, _ = jax_iser.moe_layer(*args, method="portable", balance="none", **options)
     assert_close_fp8(y, reference_numpy(problem), problem)
     with pytest.raises(
         TypeError, match=r'gate has dtype uint8, .* weight_format="float8_block128"'
     ):
-        jax_iser.moe_layer(*args, method="reference", balance="none")
+        jax_iser.moe_layer(*args, method="portable", balance="none")
 
 
 # Operands that do not fit.

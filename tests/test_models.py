@@ -65,7 +65,7 @@ def trained():
 def test_ranks_agree_with_one_device_and_record_what_they_did():
     run = nnx.jit(models.prefill, static_argnames="forced_routing")
     expected, _ = run(tiny_model(), tokens())
-    spread = tiny_model(mesh=make_mesh(), method="reference")
+    spread = tiny_model(mesh=make_mesh(), method="portable")
     logits, layers = run(spread, tokens())
     # XLA's reductions over other per-device shapes differ in the last bits.
     np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -81,7 +81,7 @@ def test_ranks_agree_with_one_device_and_record_what_they_did():
 
 
 def test_forced_routing_loads_every_rank_alike():
-    model = tiny_model(mesh=make_mesh(), method="reference")
+    model = tiny_model(mesh=make_mesh(), method="portable")
     run = nnx.jit(functools.partial(models.prefill, forced_routing="balanced"))
     _, layers = run(model, tokens())
     for layer in layers:
@@ -130,7 +130,7 @@ def inputs(batch=8):
 
 
 def test_module_runs_under_every_transformation():
-    moe, x = make_moe(mesh=make_mesh(2), method="reference", balance="none"), inputs()
+    moe, x = make_moe(mesh=make_mesh(2), method="portable", balance="none"), inputs()
     expected = nnx.jit(lambda moe, x: moe(x))(moe, x)
     np.testing.assert_array_equal(jax.jit(moe)(x), expected)
     graph, state = nnx.split(moe)
@@ -143,7 +143,7 @@ def test_module_runs_under_every_transformation():
 
 
 def test_module_in_a_scan_over_stacked_layers():
-    layers = [make_moe(mesh=make_mesh(2), method="reference", layer=i) for i in range(3)]
+    layers = [make_moe(mesh=make_mesh(2), method="portable", layer=i) for i in range(3)]
     for index, layer in enumerate(layers):
         layer.router.set_value(layer.router.get_value() + index)
     graph = nnx.split(layers[0])[0]
@@ -168,7 +168,7 @@ def test_module_in_a_scan_over_stacked_layers():
 
 
 def test_the_bias_gets_no_gradient_and_experts_are_sharded():
-    moe = make_moe(mesh=make_mesh(2), method="reference", balance="none")
+    moe = make_moe(mesh=make_mesh(2), method="portable", balance="none")
     assert moe.gate.get_value().sharding.spec == P("ep", None, None)
     assert tuple(moe.gate.get_metadata()["out_sharding"]) == ("ep", None, None)
     gradients = nnx.jit(nnx.grad(lambda moe: (moe(inputs()) ** 2).sum()))(moe)
@@ -235,7 +235,7 @@ def test_calls_that_cannot_run():
     with pytest.raises(ValueError, match=r"needs a Domain.*attach"):
         make_moe(mesh=make_mesh(2))(inputs())
     with pytest.raises(ValueError, match="number of tokens, 7, is not divisible by the 2 ranks"):
-        make_moe(mesh=make_mesh(2), method="reference")(inputs()[0, :1].repeat(7, 0))
+        make_moe(mesh=make_mesh(2), method="portable")(inputs()[0, :1].repeat(7, 0))
     with pytest.raises(ValueError, match="forced_routing='all'"):
         make_moe()(inputs(), forced_routing="all")
 
@@ -318,7 +318,7 @@ def test_save_and_load(tmp_path, options):
     found = loaded.layers[1].moe.gate.get_value()
     assert found.dtype == options.get("dtype", "float32")
     assert (found == gate.astype(found.dtype)).all()
-    again = models.from_pretrained(tmp_path, mesh=make_mesh(2), method="reference")
+    again = models.from_pretrained(tmp_path, mesh=make_mesh(2), method="portable")
     assert again.layers[0].moe.down.get_value().sharding.spec == P("ep", None, None)
 
 
@@ -345,7 +345,7 @@ def test_experts_are_quantised_when_read_and_stay_so(tmp_path):
     plain = run(models.from_pretrained(tmp_path / "plain"), tokens())
     assert 0 < np.linalg.norm(plain - expected) / np.linalg.norm(plain) < 0.2
 
-    spread = models.from_pretrained(tmp_path / "planes", mesh=make_mesh(2), method="reference")
+    spread = models.from_pretrained(tmp_path / "planes", mesh=make_mesh(2), method="portable")
     assert spread.layers[0].moe.down.get_value().sharding.spec == P("ep", None)
 
 

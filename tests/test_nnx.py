@@ -96,7 +96,7 @@ def least_seconds(call):
 @pytest.mark.parametrize("shape", [(4, 1), (4, 2)])
 def test_meshes_of_two_axes_outside_jit(shape):
     mesh, x = make_mesh(*shape), inputs()
-    moe = make_moe(mesh, method="reference", balance="none")
+    moe = make_moe(mesh, method="portable", balance="none")
     expected = make_moe(None, balance="none")(x)
     # XLA's reductions over other per-device shapes differ in the last bits.
     np.testing.assert_allclose(moe(x), expected, atol=1e-5)
@@ -366,13 +366,13 @@ def test_the_mesh_of_set_mesh_is_taken():
     with jax.set_mesh(make_mesh(4, names=("dp",))):
         refused(ValueError, words, make_moe, None)
         words = r"made for the mesh \{'ep': 4\}, and is called under jax\.set_mesh of \{'dp': 4\}"
-        refused(ValueError, words, make_moe(mesh, method="reference"), x)
+        refused(ValueError, words, make_moe(mesh, method="portable"), x)
     assert make_moe(None).mesh is None
 
 
 def test_modules_inside_shard_map_are_refused():
     mesh, x = make_mesh(4), inputs()
-    moe = make_moe(mesh, method="reference")
+    moe = make_moe(mesh, method="portable")
     inside = jax.shard_map(moe, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     words = r"is called inside shard_map over \('ep',\), .* call jax_iser\.moe_layer there"
     refused(ValueError, words, inside, x)
@@ -527,7 +527,7 @@ def test_the_scaling_factor_may_be_an_array(domain, kind):
 
 
 def test_a_reference_module_computes_in_its_own_dtype(domain):
-    moe = make_moe(domain.mesh, method="reference", dtype=jnp.bfloat16)
+    moe = make_moe(domain.mesh, method="portable", dtype=jnp.bfloat16)
     attach(moe, domain)
     assert moe(inputs()).shape == (96, 16)
 
@@ -599,7 +599,7 @@ def test_weights_of_other_sizes_are_refused(domain, method):
 def test_weights_of_other_experts_than_the_domain_has(domain):
     weights = jax_iser.ExpertWeights(*(jnp.ones(s) for s in [(2, 24, 16)] * 2 + [(2, 16, 24)]))
     call = jax.shard_map(
-        functools.partial(jax_iser.moe_layer, method="reference", axis_name="ep"),
+        functools.partial(jax_iser.moe_layer, method="portable", axis_name="ep"),
         mesh=domain.mesh,
         in_specs=(P("ep"), P("ep"), P("ep"), P(), P("ep")),
         out_specs=(P("ep"), jax_iser.Plan.specs("ep")),

@@ -22,10 +22,10 @@ from layers import (
 from plan_problems import FIXED, FIXED_DIGESTS, KNOBS, RANKS, fixed_counts, make_ids, random_counts
 
 from jax_iser.layer import moe_layer
+from jax_iser.methods.portable import layer as reference
 from jax_iser.methods.portable import plan as portable
 from jax_iser.plan import counts as planner
 from jax_iser.plan import group_levels
-from jax_iser.reference import layer as reference
 from jax_iser.reference import planner as twin
 from jax_iser.replay import workloads
 
@@ -297,7 +297,7 @@ def test_gradients_pass_a_planned_layer():
     def gradients(balance):
         def loss(x, ids, scales, weights):
             y, _ = moe_layer(
-                x, ids, scales, weights, method="reference", axis_name=AXIS, balance=balance
+                x, ids, scales, weights, method="portable", axis_name=AXIS, balance=balance
             )
             return (y * y).sum()
 
@@ -319,7 +319,7 @@ def test_a_planned_layer_maps_over_a_batch():
 
     def layer(x, ids, scales, weights):
         def one(*operands):
-            return moe_layer(*operands, weights, method="reference", axis_name=AXIS)
+            return moe_layer(*operands, weights, method="portable", axis_name=AXIS)
 
         y, plan = jax.vmap(one, in_axes=1, out_axes=(1, 0))(x, ids, scales)
         return y, jax.tree.map(lambda a: a[None], plan)

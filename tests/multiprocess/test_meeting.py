@@ -104,7 +104,7 @@ def test_processes_on_different_hosts_are_all_told(outcomes):
     for index, (text,) in enumerate(lines(outcomes, "host")):
         other = "[02]" if index == 1 else "1"
         assert re.search(f"process {other} is on another host than process {index}", text), text
-        assert 'method="reference"' in text
+        assert 'method="portable"' in text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
