@@ -401,7 +401,77 @@ def _quartiles(row: dict) -> str:
     return f"{row['growth_us']:.0f} [{low:.0f}, {high:.0f}]"
 
 
+def products(document: dict) -> str:
+    """The layer's products beside cuBLAS's at the same shapes; the lowest ratio first."""
+    rows = [
+        [
+            row["model"],
+            row["routing"],
+            f"{row['tokens']:,}",
+            row["against"],
+            f"{row['cublas_ms']:.3f}",
+            f"{row['layer_ms']:.3f}",
+            _ratio(row, "tiles_of_cublas"),
+            _ratio(row, "layer_of_cublas"),
+        ]
+        for row in sorted(document["products"], key=lambda row: row["layer_of_cublas"])
+    ]
+    head = ["share of", "routing", "tokens", "cuBLAS over", "cuBLAS ms", "layer ms"]
+    return markdown([*head, "cuBLAS / tiles", "cuBLAS / layer"], rows)
+
+
+def _ratio(row: dict, name: str) -> str:
+    low, high = row[f"{name}_interval"]
+    return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def epilogues(document: dict) -> str:
+    """What activations, biases and sizes that are no multiples of a step cost; dearest first."""
+    weights = {"silu": "bf16", "3072": "FP8"}
+    rows = [
+        [
+            row["model"],
+            weights[row["base"]],
+            f"{row['tokens']:,}",
+            f"{row['base']}: {row['base_ms']:.3f}",
+            f"{row['arm']}: {row['ms']:.3f}",
+            _ratio(row, "time_ratio"),
+            _ratio(row, "rate_ratio"),
+        ]
+        for row in sorted(document["epilogues"], key=lambda row: row["rate_ratio"])
+    ]
+    head = ["sizes of", "weights", "tokens", "base: ms", "arm: ms", "time / base", "rate / base"]
+    return markdown(head, rows)
+
+
+def before_after(document: dict) -> str:
+    """Arms whose medians differ by more than 1 % and 5 us, slower ones first; how many do not."""
+    rows, alike = [], 0
+    for row in document["share"]:
+        before, after = (np.median(row[f"{name}_ms"]) for name in ("before", "after"))
+        if abs(after / before - 1) <= 0.01 or abs(after - before) <= 0.005:
+            alike += 1
+            continue
+        cells = [row["model"], row["weights"], f"{row['tokens']:,}", row["arm"]]
+        cells += [span(row[f"{name}_ms"], ".3f") for name in ("before", "after")]
+        rows.append((after / before, [*cells, f"{after / before:.3f}"]))
+    rows.sort(key=lambda row: -row[0])
+    head = ["share of", "weights", "tokens", "arm", "before ms", "after ms", "after / before"]
+    plans = [np.median(row["after_us"]) / np.median(row["before_us"]) for row in document["plan"]]
+    return "\n".join(
+        [
+            markdown(head, [row[1] for row in rows]),
+            "",
+            f"Of the {len(document['share'])} arms, {alike} differ by at most 1 % or 5 us. The "
+            f"{len(plans)} plans took {span(plans, '.3f')} times as long as before.",
+        ]
+    )
+
+
 TABLES = {
+    "cuda_products": {"products": products},
+    "cuda_epilogues": {"epilogues": epilogues},
+    "cuda_before_after": {"before_after": before_after},
     "cuda_fused_moe": {
         "pair": pair,
         "ranks_qwen": ranks_qwen,

@@ -46,6 +46,9 @@ MEASURED = {
     "cuda_plan": (*GPU_LAYER, "benchmarks/cuda/bench_plan.cu"),
     "cuda_replication": (*GPU_LAYER, "benchmarks/cuda/bench_replication.cu"),
     "cuda_fused_moe": (*GPU_LAYER, "benchmarks/cuda/bench_fused_moe.cu"),
+    "cuda_products": (*GPU_LAYER, "benchmarks/cuda/bench_fused_moe.cu"),
+    "cuda_epilogues": (*GPU_LAYER, "benchmarks/cuda/bench_fused_moe.cu"),
+    "cuda_before_after": (*GPU_LAYER, "benchmarks/cuda/bench_fused_moe.cu"),
     "cuda_layer": (*GPU_LAYER, "jax_iser/layer.py", "benchmarks/cuda/bench_layer.py"),
     "cuda_baselines": (*GPU_LAYER, "jax_iser/layer.py", "benchmarks/cuda/bench_baselines.py"),
 }
