@@ -438,7 +438,9 @@ def epilogues(document: dict) -> str:
             _ratio(row, "time_ratio"),
             _ratio(row, "rate_ratio"),
         ]
-        for row in sorted(document["epilogues"], key=lambda row: row["rate_ratio"])
+        for row in sorted(
+            document["epilogues"] + document["tails"], key=lambda row: row["rate_ratio"]
+        )
     ]
     head = ["sizes of", "weights", "tokens", "base: ms", "arm: ms", "time / base", "rate / base"]
     return markdown(head, rows)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import jax_iser
+from jax_iser.experts.formats import float8_block128
 from jax_iser.nnx import MoE, load_hf
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -428,7 +429,7 @@ def test_fused_tensors(kind, weight_format):
     for name, variable in moe.expert_variables().items():
         expected = planes[name]
         if weight_format is not None and name in SHAPES:
-            expected = jax_iser.fp8.quantize_plane(jnp.asarray(expected))
+            expected = float8_block128.quantize_plane(jnp.asarray(expected))
         assert_same_bits(variable.get_value(), expected, f"{kind}: {name}")
 
 
