@@ -3,11 +3,12 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 ARGS ?=
 SETUP := @$(PYTHON) scripts/setup_env.py
-# Kernels on a simulator, and GPU tests on CPU devices: what depends on the version of Python or jax
-# in them is tested elsewhere too, so that once will do.
-SIMULATED := --ignore=tests/test_moe_simt.py --ignore=tests/test_plan_simt.py --ignore=tests/gpu
+# Kernels on a simulator are compiled anew for each planted fault: they are tested apart.
+SIMULATED := tests/test_moe_simt.py tests/test_plan_simt.py
+# What depends on the version of Python or jax in GPU tests on CPU devices is tested elsewhere too.
+ONCE := --ignore=tests/gpu
 
-.PHONY: setup prefill test test-oldest test-newest lint format sanitize bazel mutants cuda test-gpu wheels bench docs-tables clean help
+.PHONY: setup prefill test test-oldest test-newest test-slow lint format sanitize bazel mutants cuda test-gpu wheels bench docs-tables clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -21,11 +22,14 @@ prefill: setup ## a trained MoE reads text on eight ranks, rebalanced at every l
 test: test-oldest test-newest ## the suite on the oldest and on the newest Python and jax
 
 test-oldest: setup
-	@scripts/test.sh .venv $(PYTEST_ARGS)
+	@scripts/test.sh .venv $(SIMULATED:%=--ignore=%) $(PYTEST_ARGS)
 
 test-newest: setup
 	$(SETUP) newest
-	@scripts/test.sh .venv-newest $(SIMULATED) $(PYTEST_ARGS)
+	@scripts/test.sh .venv-newest $(SIMULATED:%=--ignore=%) $(ONCE) $(PYTEST_ARGS)
+
+test-slow: setup ## the kernels' code on a simulator, with its planted faults
+	@scripts/test.sh .venv $(SIMULATED) $(PYTEST_ARGS)
 
 lint: setup ## formatting, lint and types, without changing a file
 	@scripts/check.sh
