@@ -14,7 +14,7 @@ import pytest
 from dataflow import Graph, hlo_of
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from layers import (
     AXIS,
@@ -165,7 +165,7 @@ def test_order_for_gpus(dtype, monkeypatch):
 
     call = jax.shard_map(
         on_device,
-        mesh=AbstractMesh((2,), (AXIS,)),
+        mesh=AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,)),
         in_specs=P(AXIS),
         out_specs=(P(AXIS), PLAN_SPECS),
         check_vma=False,

@@ -6,7 +6,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from layers import AXIS, PLAN_SPECS, make_fp8_problem, make_problem
 
@@ -28,7 +28,7 @@ def config_of(problem, **knobs):
 
 def lower(problem, config):
     """The layer's program for two GPUs, which nobody has to have."""
-    mesh = AbstractMesh((config.num_devices,), (AXIS,))
+    mesh = AbstractMesh((config.num_devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
     def on_device(x, ids, topk_weights, weights, words):
         handle = DomainHandle(words, config)
